@@ -1,0 +1,70 @@
+# Each verb sets up what it needs first: on a fresh machine, `make demo` or `make test` alone is enough.
+
+PYTHON ?= python3
+TRACE ?=
+ARGS ?=
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+OUT := out
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench lock clean
+
+help:
+	@echo "make setup            a working $(VENV) with everything in it"
+	@echo "make demo             the main job on an hour of synthesised conversations"
+	@echo "make demo TRACE=file  the same on a trace of your own"
+	@echo "make test             the tests (make test ARGS='-k profile' for some of them)"
+	@echo "make check            format, lint, types and tests: what CI runs"
+	@echo "make format           formats the code and mends what the linter can mend"
+	@echo "make bench            the benchmarks, into $(OUT)/"
+	@echo "make lock             pins the newest development packages (needs uv)"
+	@echo "make clean            removes $(VENV), $(OUT)/ and caches"
+
+setup: $(READY)
+
+$(READY): pyproject.toml requirements-dev.lock scripts/setup.sh
+	@scripts/setup.sh "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+ifeq ($(strip $(TRACE)),)
+DEMO_TRACE := $(OUT)/conversation.jsonl
+demo: $(DEMO_TRACE)
+else
+DEMO_TRACE := $(TRACE)
+endif
+
+demo: $(READY)
+	$(BIN)/vertumnus compare "$(DEMO_TRACE)" --gpus 40
+
+$(OUT)/conversation.jsonl: $(READY)
+	@mkdir -p $(OUT)
+	$(BIN)/vertumnus synth conversation -o $@ --force
+
+test: $(READY)
+	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n $(JOBS)
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	@mkdir -p $(OUT)
+	for what in placement trie sim; do $(BIN)/vertumnus bench $$what --json > $(OUT)/bench-$$what.json || exit 1; done
+
+lock:
+	uv pip compile --universal --python-version 3.10 --generate-hashes --no-emit-index-url --upgrade \
+	    --custom-compile-command "make lock" --group dev pyproject.toml --output-file requirements-dev.lock
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,134 @@
+"""Placement: which worker a request goes to, and why (the paper's cost J).
+
+A policy is one method: a view of the candidates in, a `Placement` out. It never mutates anything outside itself; the
+control plane reserves the request at the chosen worker.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vertumnus.core.cost import CostModel, FloatArray
+from vertumnus.errors import ConfigError
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(slots=True, kw_only=True)
+class PlacementView:
+    """What a policy may look at: one request and its candidates, as vectors with one entry per candidate worker.
+
+    Candidates are active (not draining, not failed) and can hold the request; they come in ascending worker id.
+    """
+
+    now_s: float
+    request_id: int
+    input_tokens: int
+    matched_tokens: int
+    """Longest prefix known anywhere in the pool (MatchedPath); no candidate reuses more."""
+    worker_ids: IntArray
+    degrees: IntArray
+    reusable_tokens: FloatArray
+    """P: the block-aligned prefix that the worker holds, below the input length."""
+    suffix_tokens: FloatArray
+    """R = L - P."""
+    service_s: FloatArray
+    """s = E_C(R, P) (eq. 2)."""
+    outstanding_s: FloatArray
+    """q: reserved, queued and what is left of the running step, in predicted seconds."""
+    wait_s: FloatArray
+    """What this request would wait itself: q under FIFO, less where it may overtake."""
+    delay_s: FloatArray
+    """Seconds that longer queued requests together would wait for this one; 0 under FIFO."""
+    num_outstanding: IntArray
+    """Requests queued or running."""
+    outstanding_tokens: IntArray
+    """Uncached tokens of the requests queued or running."""
+    resident_blocks: IntArray
+    """KV blocks that the index knows at the worker."""
+    block_tokens: int
+    cost_model: CostModel
+
+    @property
+    def load_s(self) -> FloatArray:
+        """The waiting that a placement costs in all: this request's own and what it puts on others."""
+        return self.wait_s + self.delay_s
+
+
+@dataclass(slots=True, kw_only=True)
+class Placement:
+    """A decision: the chosen row of the view, and every term of the cost for every candidate."""
+
+    row: int
+    worker_id: int
+    worker_ids: IntArray
+    cost: FloatArray
+    """What was minimised, in the policy's own unit."""
+    terms: Mapping[str, FloatArray] = field(default_factory=dict)
+    """The summands of `cost` by name; empty for policies that are no sum."""
+    preferred_degree: int | None = None
+    """C_pref: the degree of the candidate that costs least when its load is left out; None if the policy has none."""
+    reason: str = ""
+
+
+class PlacementPolicy(Protocol):
+    """Chooses a worker for a request. `view` has at least one candidate."""
+
+    name: str
+
+    def place(self, view: PlacementView) -> Placement: ...
+
+
+def choose(view: PlacementView, cost: FloatArray, reason: str, **terms: FloatArray) -> Placement:
+    """The candidate of least cost, the lowest worker id among equals."""
+    row = int(cost.argmin())
+    return Placement(
+        row=row,
+        worker_id=int(view.worker_ids[row]),
+        worker_ids=view.worker_ids,
+        cost=cost,
+        terms=terms,
+        reason=reason,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VertumnusPolicy:
+    """The paper's placement cost.
+
+    J = q + beta*s + lambda*(C*s - C_min*E_Cmin(R, P)), the third term being the GPU seconds that a candidate takes
+    beyond what the smallest degree would take for the same R and P.
+
+    `beta` >= 1 weighs the request's own service against waiting, `lambda_` >= 0 prices GPU time.
+    """
+
+    beta: float = 2.0
+    lambda_: float = 0.3
+    name: str = "vertumnus"
+
+    def __post_init__(self) -> None:
+        if not self.beta >= 1:
+            raise ConfigError(f"beta is {self.beta!r}; accepted: a number >= 1")
+        if not self.lambda_ >= 0:
+            raise ConfigError(f"lambda is {self.lambda_!r}; accepted: a number >= 0")
+
+    def place(self, view: PlacementView) -> Placement:
+        service = self.beta * view.service_s
+        smallest = int(view.degrees.min())
+        floor_s = view.cost_model.for_degrees((smallest,)).prefill_s(view.suffix_tokens, view.reusable_tokens)
+        gpu_time = self.lambda_ * (view.degrees * view.service_s - smallest * floor_s)
+        load_free = service + gpu_time
+        placement = choose(
+            view,
+            view.load_s + load_free,
+            "least J",
+            wait=view.wait_s,
+            delay=view.delay_s,
+            service=service,
+            gpu_time=gpu_time,
+        )
+        placement.preferred_degree = int(view.degrees[load_free.argmin()])
+        return placement

@@ -1,0 +1,209 @@
+"""The placement policies that people run today, as baselines behind the same one-method interface.
+
+Each docstring cites its public source. All see the same view (same cost model, same local caches, same queues), and
+each runs with either queue discipline.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from vertumnus.core.cost import FloatArray
+from vertumnus.core.placement import Placement, PlacementPolicy, PlacementView, VertumnusPolicy, choose
+from vertumnus.errors import ConfigError
+
+
+class RoundRobin:
+    """Every worker in turn, whatever its degree or load (the default of most load balancers, nginx among them)."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self._last_worker_id = -1
+
+    def place(self, view: PlacementView) -> Placement:
+        later = np.flatnonzero(view.worker_ids > self._last_worker_id)
+        turn = int(later[0]) if later.size else 0
+        self._last_worker_id = int(view.worker_ids[turn])
+        cost = np.ones(view.worker_ids.size)
+        cost[turn] = 0.0
+        return choose(view, cost, "next in turn")
+
+
+class LeastLoaded:
+    """The worker with the least predicted seconds outstanding (join the shortest queue, by work instead of count)."""
+
+    name = "least-loaded"
+
+    def place(self, view: PlacementView) -> Placement:
+        return choose(view, view.outstanding_s, "least outstanding seconds")
+
+
+class CacheFirst:
+    """The longest reusable prefix, ties by load (prefix-affinity routing as in SGLang's and vLLM's routers)."""
+
+    name = "cache-first"
+
+    def place(self, view: PlacementView) -> Placement:
+        longest = view.reusable_tokens.max()
+        cost = np.where(view.reusable_tokens == longest, view.outstanding_s, np.inf)
+        return choose(view, cost, "longest reusable prefix")
+
+
+class LengthThreshold:
+    """Long requests to the largest degree, the others to the smaller ones, each to the least loaded worker there.
+
+    The rule of thumb of length-specialised pools (the paper's length-based baseline); with one degree only it is
+    least loaded.
+    """
+
+    name = "length"
+
+    def __init__(self, long_tokens: int = 32_768) -> None:
+        self._long_tokens = long_tokens
+
+    def place(self, view: PlacementView) -> Placement:
+        cost = np.where(self._eligible(view), view.outstanding_s, np.inf)
+        return choose(view, cost, "least outstanding seconds in its length class")
+
+    def _eligible(self, view: PlacementView) -> np.ndarray:
+        largest = view.degrees.max()
+        if view.input_tokens > self._long_tokens or largest == view.degrees.min():
+            return view.degrees == largest
+        return view.degrees < largest
+
+
+class LengthThresholdWithCache(LengthThreshold):
+    """The length rule, and within the class the least outstanding seconds plus cache-aware service time."""
+
+    name = "length-cache"
+
+    def place(self, view: PlacementView) -> Placement:
+        cost = np.where(self._eligible(view), view.load_s + view.service_s, np.inf)
+        return choose(view, cost, "least predicted TTFT in its length class")
+
+
+class CacheAware:
+    """Cache affinity unless the load is out of balance, as sglang-router's `cache_aware` policy.
+
+    Out of balance (the counts of outstanding requests differ by more than `balance_abs` and by more than a factor
+    `balance_rel`): the fewest outstanding requests. Else the longest match if it covers more than `cache_threshold`
+    of the prompt, and otherwise the worker with the least cached. Source: the sglang-router documentation (now
+    lightseekorg/smg, `docs/getting-started/load-balancing.md`), with its default thresholds.
+    """
+
+    name = "cache-aware"
+
+    def __init__(self, cache_threshold: float = 0.3, balance_abs: int = 64, balance_rel: float = 1.5) -> None:
+        self._cache_threshold = cache_threshold
+        self._balance_abs = balance_abs
+        self._balance_rel = balance_rel
+
+    def place(self, view: PlacementView) -> Placement:
+        counts = view.num_outstanding
+        most, fewest = int(counts.max()), int(counts.min())
+        if most - fewest > self._balance_abs and most > self._balance_rel * fewest:
+            return choose(view, counts.astype(float), "out of balance: fewest outstanding requests")
+        if view.reusable_tokens.max() > self._cache_threshold * view.input_tokens:
+            return choose(view, -view.reusable_tokens, "longest reusable prefix")
+        return choose(view, view.resident_blocks.astype(float), "smallest cache")
+
+
+class Preble:
+    """Exploit a hit on more than half of the prompt, else explore by load (E2 of Preble, arXiv 2407.00023).
+
+    Exploit: the worker with the longest reusable prefix, ties by load. Explore: least load cost, which is the
+    outstanding work plus this prompt's own prefill there.
+    """
+
+    name = "preble"
+
+    def place(self, view: PlacementView) -> Placement:
+        longest = view.reusable_tokens.max()
+        if longest > view.input_tokens / 2:
+            cost = np.where(view.reusable_tokens == longest, view.load_s, np.inf)
+            return choose(view, cost, "exploit: more than half is cached")
+        return choose(view, view.load_s + view.service_s, "explore: least load")
+
+
+class Dynamo:
+    """Overlap-weighted prefill blocks plus load, as the KV router of ai-dynamo/dynamo (its default cost).
+
+    cost = overlap_weight * (uncached blocks of this prompt + uncached blocks already waiting) + active blocks, where
+    in a prefill pool the active blocks are those of this prompt. It knows neither degrees nor the quadratic term.
+    Source: ai-dynamo/dynamo, `lib/kv-router`, router documentation. Queued tokens count per worker, as there.
+    """
+
+    name = "dynamo"
+
+    def __init__(self, overlap_weight: float = 1.0) -> None:
+        self._overlap_weight = overlap_weight
+
+    def place(self, view: PlacementView) -> Placement:
+        prefill = self._overlap_weight * (view.outstanding_tokens + view.suffix_tokens) / view.block_tokens
+        active = np.full(view.worker_ids.size, view.input_tokens / view.block_tokens)
+        return choose(view, prefill + active, "fewest prefill and active blocks", prefill=prefill, active=active)
+
+
+class MinimumTTFT:
+    """Least predicted TTFT, q + s: J without its third term and with beta = 1 (llm-d's and Mooncake's schedulers)."""
+
+    name = "min-ttft"
+
+    def place(self, view: PlacementView) -> Placement:
+        return choose(
+            view,
+            view.load_s + view.service_s,
+            "least predicted TTFT",
+            wait=view.wait_s,
+            delay=view.delay_s,
+            service=view.service_s,
+        )
+
+
+class ShortestTTFT:
+    """Among the best 30% by predicted TTFT, the least recently chosen (RTP-LLM FlexLB's shortest-TTFT strategy).
+
+    Source: alibaba/rtp-llm, `rtp_llm/flexlb`: spreading over near-equals keeps a burst off one worker.
+    """
+
+    name = "flexlb"
+
+    def __init__(self, best_ratio: float = 0.3) -> None:
+        self._best_ratio = best_ratio
+        self._turn = 0
+        self._chosen_at: dict[int, int] = {}
+
+    def place(self, view: PlacementView) -> Placement:
+        ttft_s: FloatArray = view.load_s + view.service_s
+        num_best = max(1, int(self._best_ratio * ttft_s.size))
+        best = np.argsort(ttft_s, kind="stable")[:num_best]
+        row = min(best.tolist(), key=lambda row: (self._chosen_at.get(int(view.worker_ids[row]), -1), row))
+        self._turn += 1
+        self._chosen_at[int(view.worker_ids[row])] = self._turn
+        cost = np.full(ttft_s.size, np.inf)
+        cost[row] = ttft_s[row]
+        return choose(view, cost, "least recently chosen of the best 30% by predicted TTFT")
+
+
+POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
+    "vertumnus": VertumnusPolicy,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "cache-first": CacheFirst,
+    "length": LengthThreshold,
+    "length-cache": LengthThresholdWithCache,
+    "cache-aware": CacheAware,
+    "preble": Preble,
+    "dynamo": Dynamo,
+    "min-ttft": MinimumTTFT,
+    "flexlb": ShortestTTFT,
+}
+
+
+def make_policy(name: str) -> PlacementPolicy:
+    """A fresh policy by name. Raises ConfigError for an unknown one, listing the known."""
+    try:
+        return POLICIES[name]()
+    except KeyError:
+        raise ConfigError(f"policy is {name!r}; accepted: {', '.join(POLICIES)}") from None

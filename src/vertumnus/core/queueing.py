@@ -1,0 +1,124 @@
+"""The requests that wait at one worker, and the order in which they are served.
+
+Two disciplines. FIFO, as the paper. *Shortest*: shortest predicted service first with ageing. Its order is static:
+a request is keyed by `arrival_s + ageing * service_s`, so one that takes s seconds is overtaken only by requests that
+arrive less than `ageing * s` seconds after it. That is the ageing bound: nobody waits for ever, long requests wait
+longest, and no re-sorting is needed as time passes.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+
+from vertumnus.core.requests import PrefillRequest
+
+
+class Discipline(Enum):
+    """Order of service at a worker."""
+
+    FIFO = "fifo"
+    SHORTEST = "shortest"
+
+
+@dataclass(slots=True, kw_only=True)
+class QueuedRequest:
+    """A request reserved at a worker: what is left of it, in tokens and in predicted seconds."""
+
+    request: PrefillRequest
+    prefix_tokens: int
+    """Tokens whose KV needs no more computing: the reusable prefix predicted, later also the finished chunks."""
+    service_s: float
+    """Predicted seconds still to be served; what is reserved at the worker."""
+    started: bool = False
+    num_copies_awaited: int = 0
+    """Block copies on their way for this request; it is not served before they end."""
+
+
+class WorkerQueue:
+    """Requests waiting at one worker, in order of service.
+
+    `wait_s` and `num_behind` answer for a request that does not queue yet: how long it would wait for queued work,
+    and how many queued requests would wait for it.
+    """
+
+    __slots__ = ("_ageing", "_cumulative_s", "_items", "_keys", "discipline", "service_s")
+
+    def __init__(self, discipline: Discipline, ageing: float) -> None:
+        self.discipline = discipline
+        self._ageing = ageing
+        self._keys: list[float] = []
+        self._items: list[QueuedRequest] = []
+        self._cumulative_s: list[float] | None = None
+        self.service_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def push(self, item: QueuedRequest) -> None:
+        key = self._key(item.request.arrival_s, item.service_s)
+        position = bisect_right(self._keys, key) if self.discipline is Discipline.SHORTEST else len(self._items)
+        self._insert(position, key, item)
+
+    def push_back(self, item: QueuedRequest) -> None:
+        """Returns a request whose chunk has run, ahead of all that has not started."""
+        position = 0 if self.discipline is Discipline.FIFO else self._position(item)
+        self._insert(position, self._key(item.request.arrival_s, item.service_s), item)
+
+    def pop_ready(self) -> QueuedRequest | None:
+        """Takes the first request that awaits no copy; None if there is none."""
+        for position, item in enumerate(self._items):
+            if item.num_copies_awaited == 0:
+                return self._take(position)
+        return None
+
+    def remove_not_started(self) -> list[QueuedRequest]:
+        """Takes out, in order, every request of which no chunk has run."""
+        taken = [item for item in self._items if not item.started]
+        kept = [(key, item) for key, item in zip(self._keys, self._items, strict=True) if item.started]
+        self._keys = [key for key, _ in kept]
+        self._items = [item for _, item in kept]
+        self._cumulative_s = None
+        self.service_s = sum(item.service_s for item in self._items)
+        return taken
+
+    def remove(self, request_id: int) -> QueuedRequest | None:
+        """Takes out one request, or returns None if it does not queue here."""
+        for position, item in enumerate(self._items):
+            if item.request.request_id == request_id:
+                return self._take(position)
+        return None
+
+    def items(self) -> tuple[QueuedRequest, ...]:
+        return tuple(self._items)
+
+    def ahead(self, arrival_s: float, service_s: float) -> tuple[float, int]:
+        """(seconds of queued work served before, number of queued requests served after) such a request."""
+        if self.discipline is Discipline.FIFO:
+            return self.service_s, 0
+        position = bisect_right(self._keys, arrival_s + self._ageing * service_s)
+        if position == 0:
+            return 0.0, len(self._items)
+        if self._cumulative_s is None:
+            self._cumulative_s = list(accumulate(item.service_s for item in self._items))
+        return self._cumulative_s[position - 1], len(self._items) - position
+
+    def _key(self, arrival_s: float, service_s: float) -> float:
+        return arrival_s + self._ageing * service_s
+
+    def _position(self, item: QueuedRequest) -> int:
+        return bisect_right(self._keys, self._key(item.request.arrival_s, item.service_s))
+
+    def _insert(self, position: int, key: float, item: QueuedRequest) -> None:
+        self._keys.insert(position, key)
+        self._items.insert(position, item)
+        self.service_s += item.service_s
+        self._cumulative_s = None
+
+    def _take(self, position: int) -> QueuedRequest:
+        item = self._items.pop(position)
+        del self._keys[position]
+        # Exactly zero when empty, so that rounding never accumulates over a worker's life.
+        self.service_s = self.service_s - item.service_s if self._items else 0.0
+        self._cumulative_s = None
+        return item

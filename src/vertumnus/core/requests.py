@@ -1,0 +1,17 @@
+"""What the decision core knows of a request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """One prompt to be prefilled.
+
+    `blocks` are the chained hashes of its full KV blocks, root first (16 bytes each); no token or text is known here.
+    """
+
+    request_id: int
+    arrival_s: float
+    input_tokens: int
+    blocks: Sequence[bytes]

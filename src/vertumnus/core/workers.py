@@ -1,0 +1,154 @@
+"""The control plane's own record of its workers, and the vectors that a placement reads.
+
+A worker's numbers live twice: as fields of `Worker`, and, while the worker is a candidate for placement, as one row of
+the vectors in `WorkerTable`. The table is the only writer of both.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from vertumnus.core.composition import RankGroup
+from vertumnus.core.cost import CostModel, DegreeCosts, FloatArray
+from vertumnus.core.placement import IntArray
+from vertumnus.core.queueing import Discipline, QueuedRequest, WorkerQueue
+from vertumnus.errors import InvariantError
+
+
+class WorkerStatus(Enum):
+    """Life of a worker: opened by a confirmed epoch, active once its cache is known, then draining, then gone."""
+
+    OPENING = "opening"
+    ACTIVE = "active"
+    DRAINING = "draining"
+    PARKED = "parked"
+
+
+@dataclass(slots=True)
+class RunningItem:
+    """A request's share of the step that runs: new tokens [start, end)."""
+
+    queued: QueuedRequest
+    start_tokens: int
+    end_tokens: int
+
+
+@dataclass(slots=True)
+class Worker:
+    """One CP group that serves requests. `slot` is its index in the prefix index's per-worker vectors."""
+
+    worker_id: int
+    slot: int
+    group: RankGroup
+    epoch: int
+    queue: WorkerQueue
+    status: WorkerStatus = WorkerStatus.OPENING
+    running: list[RunningItem] = field(default_factory=list)
+    running_end_s: float = 0.0
+    running_tokens: int = 0
+    later_s: float = 0.0
+    """Predicted seconds of the running requests' further chunks, which neither run nor queue."""
+    queued_tokens: int = 0
+    reused_blocks: float = 0.0
+    """Blocks reused here, recent ones weighing more."""
+    row: int | None = None
+
+    @property
+    def degree(self) -> int:
+        return self.group.degree
+
+    @property
+    def num_outstanding(self) -> int:
+        return len(self.queue) + len(self.running)
+
+    def outstanding_s(self, now_s: float) -> float:
+        """q: predicted seconds queued and left of the running step."""
+        return self.queue.service_s + self.later_s + (max(self.running_end_s - now_s, 0.0) if self.running else 0.0)
+
+
+class WorkerTable:
+    """All workers by id, and for the active ones vectors in ascending worker id."""
+
+    def __init__(self, cost_model: CostModel, discipline: Discipline, ageing: float) -> None:
+        self._cost_model = cost_model
+        self._discipline = discipline
+        self._ageing = ageing
+        self._workers: dict[int, Worker] = {}
+        self._rebuild()
+
+    def __getitem__(self, worker_id: int) -> Worker:
+        return self._workers[worker_id]
+
+    def get(self, worker_id: int) -> Worker | None:
+        return self._workers.get(worker_id)
+
+    def all(self) -> list[Worker]:
+        """Every worker, in ascending id."""
+        return [self._workers[worker_id] for worker_id in sorted(self._workers)]
+
+    @property
+    def active(self) -> list[Worker]:
+        """The candidates for placement, in row order."""
+        return self._rows
+
+    def open(self, worker_id: int, slot: int, group: RankGroup, epoch: int) -> Worker:
+        worker = Worker(worker_id, slot, group, epoch, WorkerQueue(self._discipline, self._ageing))
+        self._workers[worker_id] = worker
+        return worker
+
+    def close(self, worker: Worker) -> None:
+        del self._workers[worker.worker_id]
+        self._rebuild()
+
+    def set_status(self, worker: Worker, status: WorkerStatus) -> None:
+        worker.status = status
+        self._rebuild()
+
+    def changed(self, worker: Worker) -> None:
+        """Copies a worker's load into its row, after its queue or its running step changed."""
+        row = worker.row
+        if row is None:
+            return
+        self.queued_s[row] = worker.queue.service_s + worker.later_s
+        self.running_end_s[row] = worker.running_end_s if worker.running else 0.0
+        self.num_outstanding[row] = len(worker.queue) + len(worker.running)
+        self.outstanding_tokens[row] = worker.queued_tokens + worker.running_tokens
+        if len(worker.queue):
+            self.queued_rows.add(row)
+        else:
+            self.queued_rows.discard(row)
+
+    def _rebuild(self) -> None:
+        for worker in self._workers.values():
+            worker.row = None
+        self._rows = [worker for worker in self.all() if worker.status is WorkerStatus.ACTIVE]
+        num_rows = len(self._rows)
+        self.worker_ids: IntArray = np.array([worker.worker_id for worker in self._rows], dtype=np.int64)
+        self.slots = np.array([worker.slot for worker in self._rows], dtype=np.intp)
+        self.degrees: IntArray = np.array([worker.degree for worker in self._rows], dtype=np.int64)
+        self.costs: DegreeCosts = self._cost_model.for_degrees(self.degrees)
+        self.queued_s: FloatArray = np.zeros(num_rows)
+        self.running_end_s: FloatArray = np.zeros(num_rows)
+        self.num_outstanding: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self.outstanding_tokens: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self.queued_rows: set[int] = set()
+        for row, worker in enumerate(self._rows):
+            worker.row = row
+            self.changed(worker)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError where a row disagrees with its worker or a load is not the sum of its parts."""
+        for row, worker in enumerate(self._rows):
+            if worker.row != row or worker.status is not WorkerStatus.ACTIVE:
+                raise InvariantError(f"row {row} is out of step with worker {worker.worker_id}")
+            if self.num_outstanding[row] != worker.num_outstanding or (
+                self.queued_s[row] != worker.queue.service_s + worker.later_s
+            ):
+                raise InvariantError(f"row {row} does not show the load of worker {worker.worker_id}")
+        for worker in self._workers.values():
+            total = sum(item.service_s for item in worker.queue.items())
+            if abs(total - worker.queue.service_s) > 1e-6 * max(1.0, total):
+                raise InvariantError(f"worker {worker.worker_id} has {total} s queued, not {worker.queue.service_s}")
+            if worker.num_outstanding == 0 and worker.queued_tokens + worker.running_tokens != 0:
+                raise InvariantError(f"worker {worker.worker_id} is idle with tokens reserved")

@@ -1,0 +1,180 @@
+"""Algorithm 2 in its practical form: what a plan promises, who is chosen, what is bounded, and how a scan resumes."""
+
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.index.random_tries import DEGREES, PATHS, Pool, pools
+from vertumnus.core.index import (
+    CopyKind,
+    CopyPlan,
+    PoolLoad,
+    ReplicationSettings,
+    ScanResult,
+)
+from vertumnus.errors import ConfigError
+
+EAGER = ReplicationSettings(
+    theta_inter_s=0.5,
+    theta_intra=2.0,
+    theta_reclaim=1.0,
+    grace_s=2.0,
+    pressure_ratio=0.5,
+    max_intake_ratio=1.0,
+    max_inter=50,
+    max_intra=50,
+    max_reclaim=50,
+)
+
+
+def scan(pool: Pool, settings: ReplicationSettings, load: PoolLoad | None = None, now_s: float = 4.0) -> ScanResult:
+    slices = pool.index.scan(settings, load or pool.load, now_s)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            return end.value
+
+
+def assert_copy_keeps_its_promise(pool: Pool, plan: CopyPlan, bring: dict[int, set[bytes]]) -> None:
+    """`bring`: what earlier plans of the scan bring to each destination."""
+    path = pool.naive.path(plan.block)
+    assert path is not None
+    assert tuple(path[-len(plan.blocks) :]) == plan.blocks
+    assert plan.parent == (path[-len(plan.blocks) - 1] if len(path) > len(plan.blocks) else None)
+    source, destination = plan.source_worker_id, plan.destination_worker_id
+    assert source in pool.naive.replica_holders(plan.block)
+    assert destination not in pool.naive.replica_holders(plan.block)
+    assert pool.naive.workers[destination].degree == plan.degree
+    assert pool.loads[destination].can_receive
+    there = pool.naive.workers[destination].resident | bring.setdefault(destination, set())
+    assert plan.missing_blocks == sum(1 for b in plan.blocks if b not in pool.naive.workers[destination].resident)
+    assert plan.missing_blocks >= 1
+    assert there.issuperset(path[: -len(plan.blocks)])
+    if plan.kind is CopyKind.INTRA:
+        assert pool.naive.workers[source].degree == plan.degree
+    else:
+        assert pool.naive.replica_count(plan.block, plan.degree) == 0
+
+
+@given(pools(), st.sampled_from([1, 2, 5, 100]))
+def test_every_copy_keeps_its_promise(pool: Pool, max_blocks_per_copy: int) -> None:
+    settings = ReplicationSettings(
+        theta_inter_s=0.5,
+        theta_intra=2.0,
+        theta_reclaim=0.5,
+        max_intake_ratio=0.75,
+        max_blocks_per_copy=max_blocks_per_copy,
+    )
+    candidates = pool.naive.candidates(settings, DEGREES)
+    result = scan(pool, settings)
+    bring: dict[int, set[bytes]] = {}
+    over_link: dict[tuple[int, int], int] = {}
+    for plan in result.replications:
+        assert_copy_keeps_its_promise(pool, plan, bring)
+        new = set(plan.blocks) - bring[plan.destination_worker_id]
+        assert plan.block in new
+        bring[plan.destination_worker_id] |= new
+        link = (plan.source_worker_id, plan.destination_worker_id)
+        over_link[link] = over_link.get(link, 0) + plan.missing_blocks
+    assert all(blocks <= max_blocks_per_copy for blocks in over_link.values())
+    for worker_id, blocks in bring.items():
+        arriving = blocks - pool.naive.workers[worker_id].resident
+        assert len(arriving) <= settings.max_intake_ratio * pool.loads[worker_id].capacity_blocks
+    for kind, name in ((CopyKind.INTER, "inter"), (CopyKind.INTRA, "intra")):
+        for plan in (p for p in result.replications if p.kind is kind):
+            below = [b for b, degree in candidates[name] if degree == plan.degree and plan.block in pool.naive.path(b)]
+            assert below, "neither the block nor anything below it is a candidate"
+        planned = [(p.block, p.degree) for p in result.replications if p.kind is kind]
+        if max_blocks_per_copy == 100:
+            for block, degree in planned:
+                above = set(pool.naive.path(block)[:-1])
+                assert not any(other in above and d == degree for other, d in planned)
+
+
+@given(pools(), st.data())
+def test_every_reclaim_keeps_its_promise(pool: Pool, data: st.DataObject) -> None:
+    used = data.draw(st.sets(st.sampled_from(sorted(pool.naive.known())), max_size=3)) if pool.naive.known() else set()
+    candidates = pool.naive.candidates(EAGER, DEGREES)["reclaim"]
+    full = {w for w, load in pool.loads.items() if len(pool.naive.workers[w].resident) >= 0.5 * load.capacity_blocks}
+    result = scan(pool, EAGER, PoolLoad(pool.loads, in_use=lambda worker_id, block: block in used))
+    left = {w: set(worker.resident) for w, worker in pool.naive.workers.items()}
+    for plan in result.reclaims:
+        worker = pool.naive.workers[plan.worker_id]
+        assert plan.worker_id in full
+        for block in plan.blocks:
+            assert (block, worker.degree) in candidates
+            assert block not in used
+            assert plan.worker_id in pool.naive.replica_holders(block)
+            below = {b for b, parent in pool.naive.parent.items() if parent == block}
+            assert not below & left[plan.worker_id], "a longer prefix would be cut"
+            left[plan.worker_id].remove(block)
+
+
+@given(pools(), st.integers(1, 5), st.integers(1, 20))
+def test_a_scan_in_small_slices_decides_the_same(pool: Pool, slice_rows: int, slice_work: int) -> None:
+    def run(rows: int, work: int) -> tuple[ScanResult, int]:
+        slices = pool.index.scan(EAGER, pool.load, 4.0)
+        num_slices = 0
+        with patch("vertumnus.core.index.scan.SLICE_ROWS", rows), patch("vertumnus.core.index.scan.SLICE_WORK", work):
+            while True:
+                try:
+                    next(slices)
+                    num_slices += 1
+                except StopIteration as end:
+                    return end.value, num_slices
+
+    # An abandoned scan leaves the demand alone, so the same demand is scanned twice.
+    with patch("vertumnus.core.index.trie.Trie.decay"):
+        in_small, num_small = run(slice_rows, slice_work)
+        at_once, num_large = run(1_000_000, 1_000_000)
+    assert in_small == at_once
+    assert num_small >= num_large
+
+
+@given(pools(), st.lists(st.tuples(st.booleans(), st.integers(0, 5), PATHS), min_size=1, max_size=10))
+def test_plans_hold_when_the_index_changes_between_slices(
+    pool: Pool, changes: list[tuple[bool, int, tuple[int, ...]]]
+) -> None:
+    slices = pool.index.scan(EAGER, pool.load, 4.0)
+    with patch("vertumnus.core.index.scan.SLICE_ROWS", 4), patch("vertumnus.core.index.scan.SLICE_WORK", 1):
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                result: ScanResult = end.value
+                break
+            if changes:
+                is_store, worker, path = changes.pop()
+                worker_id = worker % len(pool.loads)
+                if is_store:
+                    pool.store(worker_id, path)
+                else:
+                    pool.evict(worker_id, path)
+    pool.index.check_invariants()
+    bring: dict[int, set[bytes]] = {}
+    for plan in result.replications:
+        holders = pool.naive.replica_holders(plan.block)
+        assert plan.source_worker_id in holders
+        assert plan.destination_worker_id not in holders
+        there = pool.naive.workers[plan.destination_worker_id].resident | bring.get(plan.destination_worker_id, set())
+        assert plan.parent is None or plan.parent in there
+        bring.setdefault(plan.destination_worker_id, set()).update(plan.blocks)
+    for reclaim in result.reclaims:
+        left = pool.naive.workers[reclaim.worker_id].resident
+        for block in reclaim.blocks:
+            assert reclaim.worker_id in pool.naive.replica_holders(block)
+            assert not {b for b in left if pool.naive.parent[b] == block} - _gone(result, reclaim.worker_id)
+
+
+def _gone(result: ScanResult, worker_id: int) -> set[bytes]:
+    return {block for plan in result.reclaims if plan.worker_id == worker_id for block in plan.blocks}
+
+
+def test_thresholds_that_would_undo_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="theta_reclaim is 3"):
+        ReplicationSettings(theta_intra=3.0, theta_reclaim=3.0)
+    with pytest.raises(ConfigError, match="decay is 1"):
+        ReplicationSettings(decay=1.0)
