@@ -166,9 +166,7 @@ def _report(index: PrefixIndex, sequences: list[int], worker_id: int, kind: Call
     sequences[worker_id] += 1
 
 
-def _entry(
-    operation: str, num_blocks: int, times: list[float], blocks: int, context: dict[str, Any]
-) -> dict[str, Any]:
+def _entry(operation: str, num_blocks: int, times: list[float], blocks: int, context: dict[str, Any]) -> dict[str, Any]:
     return {
         "operation": operation,
         "num_blocks": num_blocks,

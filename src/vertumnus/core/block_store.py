@@ -9,48 +9,61 @@ never older than one that extends it and the leaves of cold prefixes go before t
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vertumnus.core.index.reports import Chain
 from vertumnus.errors import InvariantError
 
 Address = tuple[int, int]
-Resident = tuple[int, int, bytes | None]
-"""Rank, slot, and the hash of the parent block (None for a root)."""
+_Held = tuple[int, bytes | None]
+"""Slot number over all ranks (rank * blocks_per_rank + slot), and the hash of the parent block (None for a root)."""
 
 
 @dataclass(slots=True)
 class Allocation:
     """Slots held for one request's (or copy's) blocks until they are produced.
 
-    `path` are the block hashes from the root, of which the first `num_reused` were resident at the start; `slots` are
-    the addresses of path[num_reused : num_reused + len(slots)], shorter than the path where the store had no room.
-    `parent` is the block that path[0] extends; None for a path that starts at the root.
+    `path` are the block hashes from the root, of which the first `num_reused` were resident at the start; `slots`
+    belong to path[num_reused : num_reused + len(slots)], shorter than the path where the store had no room.
+    `parent` is the block that path[0] extends; None for a path that starts at the root. `above` are the resident
+    blocks on the way to it, which are in use as long as the path is.
     """
 
     path: Sequence[bytes]
     parent: bytes | None
     num_reused: int
-    slots: list[Address]
+    slots: list[int]
     evicted: list[bytes]
-    num_produced: int = field(default=0)
+    above: list[bytes]
+    num_produced: int = 0
+
+    @property
+    def num_resident(self) -> int:
+        """How much of the path, from its start, is in the store by now."""
+        return self.num_reused + self.num_produced
 
 
 class BlockStore:
-    """LRU store over the slots of a worker's ranks: free + resident + allocated = capacity, at every moment."""
+    """LRU store over the slots of a worker's ranks: free + resident + allocated = capacity, at every moment.
+
+    Most operations run once per request of a simulation, so they move whole runs of blocks instead of single ones.
+    """
 
     def __init__(self, ranks: Sequence[int], blocks_per_rank: int) -> None:
-        self.ranks: tuple[int, ...] = tuple(ranks)
+        free = {rank: list(range((rank + 1) * blocks_per_rank - 1, rank * blocks_per_rank - 1, -1)) for rank in ranks}
+        self._set(tuple(ranks), blocks_per_rank, OrderedDict(), free)
+
+    def _set(
+        self, ranks: tuple[int, ...], blocks_per_rank: int, resident: OrderedDict[bytes, _Held], free: dict[int, list[int]]
+    ) -> None:
+        self.ranks = ranks
         self.blocks_per_rank = blocks_per_rank
-        self._resident: OrderedDict[bytes, Resident] = OrderedDict()
-        self._free: dict[int, list[int]] = {rank: list(range(blocks_per_rank - 1, -1, -1)) for rank in self.ranks}
-        self._num_free = blocks_per_rank * len(self.ranks)
+        self.capacity_blocks = blocks_per_rank * len(ranks)
+        self._resident = resident
+        self._free = free
+        self._num_free = sum(len(slots) for slots in free.values())
         self._pins: dict[bytes, int] = {}
         self._num_allocated = 0
-
-    @property
-    def capacity_blocks(self) -> int:
-        return self.blocks_per_rank * len(self.ranks)
 
     @property
     def num_resident(self) -> int:
@@ -60,9 +73,9 @@ class BlockStore:
         return block in self._resident
 
     def address(self, block: bytes) -> Address | None:
-        """Where the block lies, or None."""
+        """(rank, slot) of the block, or None."""
         held = self._resident.get(block)
-        return None if held is None else held[:2]
+        return None if held is None else divmod(held[0], self.blocks_per_rank)
 
     def in_use(self, block: bytes) -> bool:
         """Whether a running request or a copy holds the block."""
@@ -86,7 +99,7 @@ class BlockStore:
         """All resident blocks as chains, most recently used first: what a cache snapshot reports."""
         following: dict[bytes, bytes] = {}
         starts = []
-        for block, (_, _, parent) in reversed(self._resident.items()):
+        for block, (_, parent) in reversed(self._resident.items()):
             if parent in self._resident and parent not in following:
                 following[parent] = block
             else:
@@ -105,42 +118,37 @@ class BlockStore:
         New blocks lie in contiguous runs, evenly over the ranks as far as their free slots allow, so that each half
         of a later split keeps a usable run.
         """
+        above = self._path_to(parent)
+        self.pin(above)
         self.pin(path[:num_reused])
         wanted = len(path) - num_reused
-        evicted = self._make_room(wanted)
+        evicted = self._make_room(wanted - self._num_free) if wanted > self._num_free else []
         slots = self._take_slots(min(wanted, self._num_free))
-        return Allocation(path, parent, num_reused, slots, evicted)
+        return Allocation(path, parent, num_reused, slots, evicted, above)
 
-    def produce(self, allocation: Allocation, num_blocks: int) -> list[bytes]:
-        """Makes the path's first `num_blocks` blocks resident as far as slots were had; returns the new ones.
+    def produce(self, allocation: Allocation, num_blocks: int) -> None:
+        """Makes the path's first `num_blocks` blocks resident and pins them, as far as slots were had.
 
-        A block that arrived in the meantime (by a copy) keeps its first address and the slot goes back.
+        A block that arrived in the meantime (by a copy) keeps its first slot and the new one goes back.
         """
-        start = allocation.num_reused + allocation.num_produced
-        end = min(num_blocks, allocation.num_reused + len(allocation.slots))
-        new = []
-        for position in range(start, end):
-            block = allocation.path[position]
-            address = allocation.slots[position - allocation.num_reused]
-            self._num_allocated -= 1
-            if block in self._resident:
-                self._release(address)
-            else:
-                parent = allocation.path[position - 1] if position else allocation.parent
-                self._resident[block] = (*address, parent)
-                new.append(block)
-            self._pins[block] = self._pins.get(block, 0) + 1
-        allocation.num_produced = max(allocation.num_produced, end - allocation.num_reused)
-        return new
+        start = allocation.num_resident
+        self._install(allocation, num_blocks)
+        self.pin(allocation.path[start : allocation.num_resident])
 
-    def finish(self, allocation: Allocation) -> None:
-        """Ends an allocation: slots never produced are given back, pins are lifted, the path becomes most recent."""
-        for address in allocation.slots[allocation.num_produced :]:
-            self._num_allocated -= 1
-            self._release(address)
-        held = allocation.path[: allocation.num_reused + allocation.num_produced]
-        self.unpin(held)
-        self.touch(held)
+    def finish(self, allocation: Allocation, num_blocks: int = 0) -> None:
+        """Ends an allocation whose first `num_blocks` blocks are produced by now.
+
+        The slots of the others are given back, pins are lifted, and the path becomes the most recent, root last.
+        """
+        pinned = allocation.path[: allocation.num_resident]
+        self._install(allocation, num_blocks)
+        unused = allocation.slots[allocation.num_produced :]
+        self._num_allocated -= len(unused)
+        self._release(unused)
+        self.unpin(pinned)
+        self.touch(pinned)
+        self.unpin(allocation.above)
+        self.touch(allocation.above)
 
     def touch(self, path: Sequence[bytes]) -> None:
         """Marks a path as just used, its root most recently."""
@@ -165,32 +173,23 @@ class BlockStore:
 
     def reclaim(self, blocks: Iterable[bytes]) -> list[bytes]:
         """Frees those of `blocks` that are resident and not in use; returns them."""
-        freed = []
-        for block in blocks:
-            if block in self._resident and block not in self._pins:
-                self._release(self._resident.pop(block))
-                freed.append(block)
+        freed = [block for block in blocks if block in self._resident and block not in self._pins]
+        self._release([self._resident.pop(block)[0] for block in freed])
         return freed
 
     def regroup(self, groups: Sequence[Sequence[int]]) -> list["BlockStore"]:
         """Splits into one store per group of ranks; every block stays where it lies, order of use is kept."""
         if self._pins or self._num_allocated:
             raise InvariantError("a store with blocks in use cannot be regrouped")
-        owner = {}
-        stores = []
-        for ranks in groups:
-            store = BlockStore.__new__(BlockStore)
-            store.ranks = tuple(ranks)
-            store.blocks_per_rank = self.blocks_per_rank
-            store._resident = OrderedDict()
-            store._free = {rank: self._free[rank] for rank in ranks}
-            store._num_free = sum(len(free) for free in store._free.values())
-            store._pins = {}
-            store._num_allocated = 0
-            stores.append(store)
-            owner.update(dict.fromkeys(ranks, store))
+        residents: list[OrderedDict[bytes, _Held]] = [OrderedDict() for _ in groups]
+        owner = {rank: resident for ranks, resident in zip(groups, residents, strict=True) for rank in ranks}
         for block, held in self._resident.items():
-            owner[held[0]]._resident[block] = held
+            owner[held[0] // self.blocks_per_rank][block] = held
+        stores = []
+        for ranks, resident in zip(groups, residents, strict=True):
+            store = BlockStore.__new__(BlockStore)
+            store._set(tuple(ranks), self.blocks_per_rank, resident, {rank: self._free[rank] for rank in ranks})
+            stores.append(store)
         return stores
 
     @staticmethod
@@ -200,16 +199,15 @@ class BlockStore:
         The stores share no clock, so their LRU orders are merged by relative position: the oldest tenth of the union
         is made of the oldest tenth of each.
         """
-        union = BlockStore.__new__(BlockStore)
-        union.ranks = tuple(rank for store in stores for rank in store.ranks)
-        union.blocks_per_rank = stores[0].blocks_per_rank
-        union._resident = OrderedDict()
-        union._free = {rank: free for store in stores for rank, free in store._free.items()}
-        union._num_free = sum(store._num_free for store in stores)
-        union._pins = {}
-        union._num_allocated = 0
         if any(store._pins or store._num_allocated for store in stores):
             raise InvariantError("a store with blocks in use cannot be merged")
+        union = BlockStore.__new__(BlockStore)
+        union._set(
+            tuple(rank for store in stores for rank in store.ranks),
+            stores[0].blocks_per_rank,
+            OrderedDict(),
+            {rank: free for store in stores for rank, free in store._free.items()},
+        )
         ordered = sorted(
             ((position + 1) / len(store._resident), index, position, block)
             for index, store in enumerate(stores)
@@ -217,7 +215,7 @@ class BlockStore:
         )
         for _, index, _, block in ordered:
             if block in union._resident:
-                union._release(union._resident.pop(block))
+                union._release([union._resident.pop(block)[0]])
             union._resident[block] = stores[index]._resident[block]
         return union
 
@@ -228,46 +226,94 @@ class BlockStore:
             raise InvariantError(f"free count is {self._num_free}, free lists hold {num_free}")
         if self._num_free + len(self._resident) + self._num_allocated != self.capacity_blocks:
             raise InvariantError("free + resident + allocated differs from the capacity")
-        owned = [(rank, slot) for rank, free in self._free.items() for slot in free]
-        owned += [held[:2] for held in self._resident.values()]
+        owned = [slot for free in self._free.values() for slot in free]
+        owned += [slot for slot, _ in self._resident.values()]
         if len(set(owned)) != len(owned):
             raise InvariantError("a slot is owned twice")
-        if any(rank not in self._free for rank, _ in owned):
+        if any(slot // self.blocks_per_rank not in self._free for slot in owned):
             raise InvariantError("a slot lies on a rank of another worker")
+        if any(slot // self.blocks_per_rank != rank for rank, free in self._free.items() for slot in free):
+            raise InvariantError("a free slot is listed at another rank")
         if any(block not in self._resident for block in self._pins):
             raise InvariantError("a block in use is not resident")
 
+    def _path_to(self, block: bytes | None) -> list[bytes]:
+        """The resident blocks on the way to a block, that one last, as far up as none is missing."""
+        path = []
+        while block is not None and block in self._resident:
+            path.append(block)
+            block = self._resident[block][1]
+        return path[::-1]
+
+    def _install(self, allocation: Allocation, num_blocks: int) -> None:
+        start = allocation.num_resident
+        end = min(num_blocks, allocation.num_reused + len(allocation.slots))
+        if end <= start:
+            return
+        blocks = allocation.path[start:end]
+        slots = allocation.slots[allocation.num_produced : end - allocation.num_reused]
+        parents = [allocation.path[start - 1] if start else allocation.parent, *blocks[:-1]]
+        allocation.num_produced = end - allocation.num_reused
+        self._num_allocated -= len(slots)
+        resident = self._resident
+        if resident.keys().isdisjoint(blocks):
+            # Deepest first, as the oldest goes first.
+            resident.update(zip(reversed(blocks), zip(reversed(slots), reversed(parents), strict=True), strict=True))
+            return
+        for block, slot, parent in zip(reversed(blocks), reversed(slots), reversed(parents), strict=True):
+            if block in resident:
+                self._release([slot])
+                resident.move_to_end(block)
+            else:
+                resident[block] = (slot, parent)
+
     def _make_room(self, num_blocks: int) -> list[bytes]:
+        """Evicts the oldest blocks that are not in use, at most `num_blocks`; returns them, oldest first."""
+        resident, pins = self._resident, self._pins
         evicted: list[bytes] = []
-        missing = num_blocks - self._num_free
-        if missing <= 0:
-            return evicted
-        for block in self._resident:
-            if block not in self._pins:
+        slots = []
+        # A block in use that is met on the way becomes recent: its request will touch it anyway.
+        for _ in range(len(resident)):
+            if len(evicted) == num_blocks:
+                break
+            block, held = resident.popitem(last=False)
+            if block in pins:
+                resident[block] = held
+            else:
                 evicted.append(block)
-                if len(evicted) == missing:
-                    break
-        for block in evicted:
-            self._release(self._resident.pop(block))
+                slots.append(held[0])
+        self._release(slots)
         return evicted
 
-    def _take_slots(self, num_blocks: int) -> list[Address]:
-        slots: list[Address] = []
-        left = num_blocks
+    def _take_slots(self, num_blocks: int) -> list[int]:
         self._num_free -= num_blocks
         self._num_allocated += num_blocks
+        if len(self.ranks) == 1:
+            return _take(self._free[self.ranks[0]], num_blocks)
         # Ranks with the least room first, so that what they cannot take is shared by the others.
+        left = num_blocks
         quota: dict[int, int] = {}
-        by_room = sorted(self.ranks, key=lambda rank: len(self._free[rank])) if len(self.ranks) > 1 else self.ranks
-        for position, rank in enumerate(by_room):
-            share = -(-left // (len(by_room) - position))
+        for position, rank in enumerate(sorted(self.ranks, key=lambda rank: len(self._free[rank]))):
+            share = -(-left // (len(self.ranks) - position))
             quota[rank] = min(share, len(self._free[rank]))
             left -= quota[rank]
-        for rank in self.ranks:
-            free = self._free[rank]
-            slots += [(rank, free.pop()) for _ in range(quota[rank])]
-        return slots
+        return [slot for rank in self.ranks for slot in _take(self._free[rank], quota[rank])]
 
-    def _release(self, address: Address | Resident) -> None:
-        self._free[address[0]].append(address[1])
-        self._num_free += 1
+    def _release(self, slots: Sequence[int]) -> None:
+        self._num_free += len(slots)
+        if len(self.ranks) == 1:
+            self._free[self.ranks[0]] += slots
+            return
+        free, blocks_per_rank = self._free, self.blocks_per_rank
+        for slot in slots:
+            free[slot // blocks_per_rank].append(slot)
+
+
+def _take(free: list[int], count: int) -> list[int]:
+    """The last `count` of a free list, removed from it."""
+    if count == 0:
+        return []
+    taken = free[-count:]
+    del free[-count:]
+    taken.reverse()
+    return taken

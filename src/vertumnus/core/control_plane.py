@@ -63,7 +63,7 @@ from vertumnus.core.reconfiguration import (
 )
 from vertumnus.core.requests import PrefillRequest
 from vertumnus.core.workers import RunningItem, Worker, WorkerStatus, WorkerTable
-from vertumnus.errors import ConfigError
+from vertumnus.errors import ConfigError, InvariantError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPlaneSettings:
@@ -92,7 +92,7 @@ class ControlPlaneSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 1 or more")
         if self.step_tokens is not None and self.step_tokens < self.block_tokens:
             raise ConfigError(f"step_tokens is {self.step_tokens}; accepted: at least one block ({self.block_tokens})")
-        if not self.ageing >= 0:
+        if not 0 <= self.ageing < np.inf:
             raise ConfigError(f"ageing is {self.ageing}; accepted: 0 or more")
 
 
@@ -142,7 +142,8 @@ class ControlPlane:
         self._windows = WindowTracker(settings.window_s, settings.long_tokens)
         self.index = PrefixIndex(degrees=cost_model.degrees, block_tokens=settings.block_tokens)
         self._workers = WorkerTable(cost_model, settings.discipline, settings.ageing)
-        self._waiting: deque[PrefillRequest] = deque()
+        self._waiting: deque[tuple[PrefillRequest, bool]] = deque()
+        """Requests without a candidate, each with whether it was placed before."""
         self._location: dict[int, int] = {}
         self._next_worker_id = 0
         self._handlers: dict[type, Callable[[Any, float], list[Action]]] = {
@@ -206,7 +207,7 @@ class ControlPlane:
         match = self.index.match(request.blocks)
         view = self._view(request, match, now_s)
         if view is None:
-            self._waiting.append(request)
+            self._waiting.append((request, is_redirected))
             return []
         placement = self.policy.place(view)
         worker = self._workers[placement.worker_id]
@@ -253,6 +254,8 @@ class ControlPlane:
             matched_tokens=min(match.num_blocks, max_reusable) * settings.block_tokens,
             worker_ids=table.worker_ids,
             degrees=table.degrees,
+            smallest_degree=table.smallest_degree,
+            smallest_costs=table.smallest_costs,
             reusable_tokens=reusable,
             suffix_tokens=suffix,
             service_s=service,
@@ -263,7 +266,6 @@ class ControlPlane:
             outstanding_tokens=table.outstanding_tokens,
             resident_blocks=self.index.resident_blocks_by_slot[slots],
             block_tokens=settings.block_tokens,
-            cost_model=self.cost_model,
         )
 
     def _waits(
@@ -290,7 +292,7 @@ class ControlPlane:
     def _on_cancel(self, event: RequestCancelled, now_s: float) -> list[Action]:
         worker_id = self._location.get(event.request_id)
         if worker_id is None:
-            self._waiting = deque(request for request in self._waiting if request.request_id != event.request_id)
+            self._waiting = deque(each for each in self._waiting if each[0].request_id != event.request_id)
             return []
         worker = self._workers[worker_id]
         item = worker.queue.remove(event.request_id)
@@ -386,16 +388,19 @@ class ControlPlane:
             return []
         if outcome is ReportOutcome.GAP:
             return [SendSnapshot(event.worker_id)]
-        if worker.status is WorkerStatus.OPENING and isinstance(event, Snapshot):
+        if not isinstance(event, Snapshot):
+            return []
+        actions = self._finish_handovers(worker)
+        if worker.status is WorkerStatus.OPENING:
             self._workers.set_status(worker, WorkerStatus.ACTIVE)
-            return [*self._finish_handovers(worker), *self._place_waiting(now_s)]
-        return []
+            actions += self._place_waiting(now_s)
+        return actions
 
     def _place_waiting(self, now_s: float) -> list[Action]:
         waiting, self._waiting = self._waiting, deque()
         actions: list[Action] = []
-        for request in waiting:
-            actions += self._admit(request, now_s, is_redirected=False)
+        for request, is_redirected in waiting:
+            actions += self._admit(request, now_s, is_redirected)
         return actions
 
     def _on_copy_ended(self, event: CopyEnded, now_s: float) -> list[Action]:
@@ -421,7 +426,7 @@ class ControlPlane:
 
     def _pool_state(self, now_s: float) -> PoolState:
         queued = [item.request for worker in self._workers.all() for item in worker.queue.items()]
-        queued += self._waiting
+        queued += [request for request, _ in self._waiting]
         return PoolState(
             layout=self._reconfiguration.planned_layout,
             topology=self._reconfiguration.live_topology,
@@ -504,9 +509,11 @@ class ControlPlane:
                         self._workers.set_status(worker, WorkerStatus.DRAINING)
                         orphans += self._empty_queue(worker)
                 case Activate(epoch, groups):
-                    for group in [group for group in self._serving if any(group.overlaps(new) for new in groups)]:
-                        self._workers.set_status(self._serving.pop(group), WorkerStatus.PARKED)
                     actions.append(ActivateGroups(epoch, groups))
+                    for group in [group for group in self._serving if any(group.overlaps(new) for new in groups)]:
+                        worker = self._serving.pop(group)
+                        self._workers.set_status(worker, WorkerStatus.PARKED)
+                        actions += self._finish_handovers(worker)
                 case GroupReady(group, epoch, operation):
                     opened = self._open_worker(group, epoch)
                     actions.append(opened)
@@ -538,7 +545,8 @@ class ControlPlane:
         return actions
 
     def _finish_handovers(self, opened: Worker) -> list[Action]:
-        """Closes the workers whose ranks all serve, with known caches, as other workers now.
+        """Closes the workers whose ranks all serve, with known caches, as other workers now (or have served, and are
+        gone or parked again before their caches became known).
 
         Until then they stay in the index, so that what is known of their blocks does not die in between.
         """
@@ -554,6 +562,8 @@ class ControlPlane:
         """Takes what has not started out of a worker's queue, to be placed elsewhere."""
         taken = worker.queue.remove_not_started()
         worker.queued_tokens -= sum(item.request.input_tokens - item.prefix_tokens for item in taken)
+        for item in taken:
+            del self._location[item.request.request_id]
         self._workers.changed(worker)
         return [item.request for item in taken]
 
@@ -577,3 +587,25 @@ class ControlPlane:
         self.index.remove_worker(worker.worker_id)
         self._workers.close(worker)
         return CloseWorker(worker.worker_id)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError where the parts contradict each other: queues, rows, index, groups. Slow: for tests."""
+        self._workers.check_invariants()
+        self._reconfiguration.check_invariants()
+        self.index.check_invariants()
+        reserved: dict[int, int] = {}
+        for worker in self._workers.all():
+            items = [*worker.queue.items(), *(running.queued for running in worker.running)]
+            for request_id in (item.request.request_id for item in items):
+                if request_id in reserved:
+                    raise InvariantError(f"request {request_id} is reserved twice")
+                reserved[request_id] = worker.worker_id
+        if reserved != self._location:
+            raise InvariantError("the reservations differ from what is known of the requests' places")
+        if any(request.request_id in reserved for request, _ in self._waiting):
+            raise InvariantError("a request waits for the pool and at a worker")
+        parked = {worker.worker_id for handover in self._handovers.values() for worker in handover.sources}
+        for worker in self._workers.all():
+            is_serving = self._serving.get(worker.group) is worker
+            if is_serving is (worker.status is WorkerStatus.PARKED) or not (is_serving or worker.worker_id in parked):
+                raise InvariantError(f"worker {worker.worker_id} is {worker.status.value} and nobody will close it")

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vertumnus.core.cost import CostModel, FloatArray
+from vertumnus.core.cost import DegreeCosts, FloatArray
 from vertumnus.errors import ConfigError
 
 IntArray = NDArray[np.int64]
@@ -30,7 +30,11 @@ class PlacementView:
     matched_tokens: int
     """Longest prefix known anywhere in the pool (MatchedPath); no candidate reuses more."""
     worker_ids: IntArray
-    degrees: IntArray
+    degrees: FloatArray
+    smallest_degree: int
+    """C_min among the candidates."""
+    smallest_costs: DegreeCosts
+    """The cost model at C_min."""
     reusable_tokens: FloatArray
     """P: the block-aligned prefix that the worker holds, below the input length."""
     suffix_tokens: FloatArray
@@ -50,7 +54,11 @@ class PlacementView:
     resident_blocks: IntArray
     """KV blocks that the index knows at the worker."""
     block_tokens: int
-    cost_model: CostModel
+
+    @property
+    def smallest_service_s(self) -> FloatArray:
+        """E_Cmin(R, P): what the smallest degree would take for each candidate's own R and P."""
+        return self.smallest_costs.prefill_s(self.suffix_tokens, self.reusable_tokens)
 
     @property
     def load_s(self) -> FloatArray:
@@ -110,16 +118,14 @@ class VertumnusPolicy:
     name: str = "vertumnus"
 
     def __post_init__(self) -> None:
-        if not self.beta >= 1:
+        if not 1 <= self.beta < np.inf:
             raise ConfigError(f"beta is {self.beta!r}; accepted: a number >= 1")
-        if not self.lambda_ >= 0:
+        if not 0 <= self.lambda_ < np.inf:
             raise ConfigError(f"lambda is {self.lambda_!r}; accepted: a number >= 0")
 
     def place(self, view: PlacementView) -> Placement:
         service = self.beta * view.service_s
-        smallest = int(view.degrees.min())
-        floor_s = view.cost_model.for_degrees((smallest,)).prefill_s(view.suffix_tokens, view.reusable_tokens)
-        gpu_time = self.lambda_ * (view.degrees * view.service_s - smallest * floor_s)
+        gpu_time = self.lambda_ * (view.degrees * view.service_s - view.smallest_degree * view.smallest_service_s)
         load_free = service + gpu_time
         placement = choose(
             view,

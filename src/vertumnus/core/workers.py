@@ -126,8 +126,11 @@ class WorkerTable:
         num_rows = len(self._rows)
         self.worker_ids: IntArray = np.array([worker.worker_id for worker in self._rows], dtype=np.int64)
         self.slots = np.array([worker.slot for worker in self._rows], dtype=np.intp)
-        self.degrees: IntArray = np.array([worker.degree for worker in self._rows], dtype=np.int64)
-        self.costs: DegreeCosts = self._cost_model.for_degrees(self.degrees)
+        degrees = [worker.degree for worker in self._rows]
+        self.degrees: FloatArray = np.array(degrees, dtype=np.float64)
+        self.costs: DegreeCosts = self._cost_model.for_degrees(degrees)
+        self.smallest_degree = min(degrees, default=0)
+        self.smallest_costs: DegreeCosts = self._cost_model.for_degrees([self.smallest_degree] if degrees else [])
         self.queued_s: FloatArray = np.zeros(num_rows)
         self.running_end_s: FloatArray = np.zeros(num_rows)
         self.num_outstanding: IntArray = np.zeros(num_rows, dtype=np.int64)

@@ -176,6 +176,33 @@ class SimulatedPool:
                 raise InvariantError(f"{self._num_open} requests are open and nothing is left to happen")
             self._arm_timer()
 
+    def settle(self) -> None:
+        """Lets end what is still under way after `run`: steps, copies, switches, reports; no timers."""
+        while self._heap:
+            time_s, priority, _, call, argument = heapq.heappop(self._heap)
+            if priority != Priority.TIMER:
+                self._advance(time_s)
+                call(argument)
+
+    @property
+    def stores(self) -> dict[int, BlockStore]:
+        """The KV blocks of every worker that serves, by worker id; a parked worker has none any more."""
+        return {
+            worker.worker_id: worker.store
+            for worker in self._workers.values()
+            if all(self._rank_store.get(rank) is worker.store for rank in worker.group.ranks)
+        }
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError where a store lost or doubled a slot, or two stores share a rank. For tests."""
+        stores = {id(store): store for store in self._rank_store.values()}
+        for store in stores.values():
+            store.check_invariants()
+            if any(self._rank_store.get(rank) is not store for rank in store.ranks):
+                raise InvariantError(f"ranks {store.ranks} belong to two stores")
+        if self._failed_ranks & self._rank_store.keys():
+            raise InvariantError("a failed rank has KV blocks")
+
     # Time
 
     def _advance(self, time_s: float) -> None:
@@ -257,15 +284,16 @@ class SimulatedPool:
         for running in worker.running:
             item, allocation = running.item, running.allocation
             request = item.request
-            start = allocation.num_reused + allocation.num_produced
-            worker.store.produce(allocation, item.end_tokens // self._block_tokens)
-            end = allocation.num_reused + allocation.num_produced
+            start = allocation.num_resident
+            is_last = item.end_tokens == request.input_tokens
+            install = worker.store.finish if is_last else worker.store.produce
+            install(allocation, item.end_tokens // self._block_tokens)
+            end = allocation.num_resident
             if end > start:
                 parent = request.blocks[start - 1] if start else None
                 self._report(worker, Stored, parent=parent, blocks=tuple(request.blocks[start:end]))
-            if item.end_tokens == request.input_tokens:
+            if is_last:
                 _, start_s, reused = worker.partial.pop(request.request_id)
-                worker.store.finish(allocation)
                 self._complete(request, start_s, reused, worker.group.degree)
         worker.running = []
         self._tell(StepFinished(worker.worker_id))
@@ -349,9 +377,8 @@ class SimulatedPool:
         source.copies.discard(copy_id)
         destination.copies.discard(copy_id)
         source.store.unpin(copy.blocks)
-        destination.store.produce(copy.allocation, len(copy.blocks))
+        destination.store.finish(copy.allocation, len(copy.blocks))
         num_installed = copy.allocation.num_produced
-        destination.store.finish(copy.allocation)
         if num_installed:
             self._report(destination, Stored, parent=action.parent, blocks=tuple(copy.blocks[:num_installed]))
         name = action.reason.value

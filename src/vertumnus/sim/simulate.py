@@ -1,10 +1,9 @@
 """One run: a trace, a profile, a pool and a policy in; the figures of `docs/metrics.md` out."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from vertumnus.core.composition import Composition, OperationKind, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane, ControlPlaneSettings
@@ -12,10 +11,11 @@ from vertumnus.core.placement import PlacementPolicy
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.queueing import Discipline
-from vertumnus.core.requests import PrefillRequest
 from vertumnus.errors import ConfigError
+from vertumnus.sim.auto import auto_composition
 from vertumnus.sim.metrics import LatencySummary, RequestRecords, Slo, summarise
 from vertumnus.sim.pool import Failure, SimulatedPool
+from vertumnus.sim.requests import prefill_requests
 from vertumnus.workload.trace import Trace
 
 
@@ -41,6 +41,17 @@ class SimulationSettings:
     failures: tuple[Failure, ...] = ()
     seed: int = 0
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, under the names of the fields."""
+        document = {name: getattr(self, name) for name in self.__slots__}
+        document |= {
+            "composition": "auto" if self.composition is None else str(self.composition),
+            "discipline": self.discipline.value,
+            "slo": str(self.slo),
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+        return document
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
@@ -61,22 +72,10 @@ class SimulationResult:
     wall_s: float
     records: RequestRecords = field(repr=False)
 
-
-def prefill_requests(trace: Trace) -> Iterator[PrefillRequest]:
-    """The trace's requests as the decision core sees them, full blocks only, ids in order of arrival.
-
-    A block id becomes a 16-byte hash by two odd multipliers: unequal ids give unequal hashes, and the low bits vary.
-    """
-    ids = trace.block_ids.astype(np.uint64) + np.uint64(1)
-    pairs = np.stack((ids * np.uint64(0x9E3779B97F4A7C15), ids * np.uint64(0xC2B2AE3D27D4EB4F)), axis=1)
-    hashes = memoryview(np.ascontiguousarray(pairs)).cast("B")
-    starts = trace.block_offsets[:-1].tolist()
-    num_full = np.minimum(trace.input_tokens // trace.block_tokens, np.diff(trace.block_offsets)).tolist()
-    columns = zip(trace.arrival_s.tolist(), trace.input_tokens.tolist(), starts, num_full, strict=True)
-    for request_id, (arrival_s, input_tokens, start, count) in enumerate(columns):
-        raw = bytes(hashes[16 * start : 16 * (start + count)])
-        blocks = [raw[position : position + 16] for position in range(0, 16 * count, 16)]
-        yield PrefillRequest(request_id, arrival_s, input_tokens, blocks)
+    def to_json(self) -> dict[str, Any]:
+        """One entry of `results`: every figure under its name, without the records."""
+        document = {name: getattr(self, name) for name in self.__slots__ if name not in ("latency", "records", "wall_s")}
+        return document | {"rate_per_s": round(self.rate_per_s, 6)} | asdict(self.latency) | {"wall_s": self.wall_s}
 
 
 def simulate(
@@ -94,15 +93,15 @@ def simulate(
     if isinstance(policy, str):
         policy = make_policy(policy)
     topology = Topology(settings.num_gpus, settings.node_gpus)
-    composition = settings.composition
-    if composition is None:
-        raise ConfigError("composition is auto; not yet")
+    blocks_per_rank = settings.blocks_per_rank or profile.kv_capacity_blocks(trace.block_tokens)
+    composition = settings.composition or auto_composition(
+        trace, profile, topology, slo=settings.slo, blocks_per_rank=blocks_per_rank
+    )
     layout = lay_out(composition, topology)
     for degree in composition.degrees:
         if degree not in profile.degrees:
             known = ", ".join(map(str, profile.degrees))
             raise ConfigError(f"composition is {composition}; accepted: degrees of profile {profile.name} ({known})")
-    blocks_per_rank = settings.blocks_per_rank or profile.kv_capacity_blocks(trace.block_tokens)
     control_plane = ControlPlane(
         layout=layout,
         topology=topology,
@@ -140,10 +139,16 @@ def simulate(
         num_requests=trace.num_requests,
         num_completed=len(pool.records),
         num_rejected=pool.num_rejected,
-        latency=summarise(pool.records, 0, settings.slo, settings.warmup_s),
+        latency=summarise(pool.records, _rejected_tokens(pool, trace, settings), settings.slo, settings.warmup_s),
         num_splits=kinds.count(OperationKind.SPLIT),
         num_merges=kinds.count(OperationKind.MERGE),
         num_replications=sum(pool.num_copies.values()),
         wall_s=wall_s,
         records=pool.records,
     )
+
+
+def _rejected_tokens(pool: SimulatedPool, trace: Trace, settings: SimulationSettings) -> int:
+    """Input tokens of the rejected requests that arrived after the warm-up."""
+    rows = [request_id for _, request_id, _ in pool.rejected if trace.arrival_s[request_id] >= settings.warmup_s]
+    return int(trace.input_tokens[rows].sum()) if rows else 0

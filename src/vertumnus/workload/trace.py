@@ -105,6 +105,20 @@ class Trace:
             block_offsets=self.block_offsets[: n + 1],
         )
 
+    def selected(self, rows: IntArray) -> "Trace":
+        """Some of the requests, by ascending index; the first of them arrives at 0 s."""
+        num_blocks = np.diff(self.block_offsets)[rows]
+        offsets = np.concatenate(([0], np.cumsum(num_blocks)))
+        entries = np.arange(offsets[-1]) + np.repeat(self.block_offsets[rows] - offsets[:-1], num_blocks)
+        return replace(
+            self,
+            arrival_s=self.arrival_s[rows] - self.arrival_s[rows[0]],
+            input_tokens=self.input_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            block_ids=self.block_ids[entries],
+            block_offsets=offsets,
+        )
+
     def rescaled(self, rate_per_s: float) -> "Trace":
         """The same requests with all gaps scaled to a mean arrival rate."""
         if not (np.isfinite(rate_per_s) and rate_per_s > 0):

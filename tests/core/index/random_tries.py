@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import strategies as st
-
 from tests.core.index.naive_index import NaiveIndex, block_at, chain
+
 from vertumnus.core.index import PoolLoad, PrefixIndex, Removed, Stored, WorkerLoad
 
 DEGREES = (1, 2, 4)
@@ -75,9 +75,10 @@ def pools(draw: st.DrawFn) -> Pool:
         pool.store(worker_id, path, now_s=float(draw(st.integers(0, 3))))
     for worker_id, path in draw(st.lists(st.tuples(workers, PATHS), max_size=3)):
         pool.evict(worker_id, path)
-    for path, degree, times in draw(st.lists(st.tuples(PATHS, st.sampled_from(DEGREES), st.integers(1, 6)), max_size=8)):
+    degrees = st.sampled_from(DEGREES)
+    for path, degree, times in draw(st.lists(st.tuples(PATHS, degrees, st.integers(1, 6)), max_size=8)):
         pool.use(path, degree, times)
-    for path, degree, eighths in draw(st.lists(st.tuples(PATHS, st.sampled_from(DEGREES), st.integers(1, 40)), max_size=8)):
+    for path, degree, eighths in draw(st.lists(st.tuples(PATHS, degrees, st.integers(1, 40)), max_size=8)):
         pool.miss(path, degree, eighths / 8)
     for worker_id, worker in pool.naive.workers.items():
         pool.loads[worker_id] = WorkerLoad(

@@ -1,11 +1,12 @@
 """Algorithm 1, the paper's criteria of Algorithm 2, and decay, against direct transcriptions."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.core.index.naive_index import block_at, chain
 from tests.core.index.random_tries import DEGREES, Pool, pool_of, pools
+
 from vertumnus.core.index import ReplicationSettings
 from vertumnus.errors import ConfigError
 
@@ -63,15 +64,13 @@ def test_missed_is_charged_only_where_the_degree_has_no_replica() -> None:
     pool.store(1, (0, 1))
     asked: list[tuple[int, int]] = []
 
-    def benefit_s(start_block: int, end_block: int) -> list[float]:
+    def benefit_s(start_block: int, end_block: int) -> np.ndarray:
         asked.append((start_block, end_block))
-        return [1.0] * (end_block - start_block)
-
-    import numpy as np
+        return np.ones(end_block - start_block)
 
     match = pool.index.match(chain((0, 1, 2, 0)))
-    pool.index.record_missed(match, 2, lambda start, end: np.array(benefit_s(start, end)))
-    pool.index.record_missed(match, 1, lambda start, end: np.array(benefit_s(start, end)))
+    pool.index.record_missed(match, 2, benefit_s)
+    pool.index.record_missed(match, 1, benefit_s)
     assert asked == [(2, 4)]
     assert [pool.index.missed_s(block, 2) for block in chain((0, 1, 2, 0))] == [0.0, 0.0, 1.0, 1.0]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from tests.core.index.naive_index import NaiveIndex, block_at, chain, chains_of
+
 from vertumnus.core.index import (
     CacheReport,
     Cleared,
@@ -34,7 +34,7 @@ class RealWorker:
 
 
 class ReportStreams(RuleBasedStateMachine):
-    """Workers store, evict, clear, restart, come and go; their reports arrive late, twice, in another order or never."""
+    """Workers store, evict, clear, restart, come and go; their reports come late, twice, in another order or never."""
 
     @initialize()
     def start(self) -> None:

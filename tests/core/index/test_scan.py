@@ -1,18 +1,21 @@
 """Algorithm 2 in its practical form: what a plan promises, who is chosen, what is bounded, and how a scan resumes."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.index.naive_index import block_at, chain
+from tests.core.index.random_tries import DEGREES, PATHS, Pool, pool_of, pools
 
-from tests.core.index.random_tries import DEGREES, PATHS, Pool, pools
 from vertumnus.core.index import (
     CopyKind,
     CopyPlan,
     PoolLoad,
     ReplicationSettings,
     ScanResult,
+    WorkerLoad,
 )
 from vertumnus.errors import ConfigError
 
@@ -148,8 +151,13 @@ def test_plans_hold_when_the_index_changes_between_slices(
                 break
             if changes:
                 is_store, worker, path = changes.pop()
-                worker_id = worker % len(pool.loads)
-                if is_store:
+                worker_id = sorted(pool.naive.workers)[worker % len(pool.naive.workers)]
+                if len(path) == 1 and len(pool.naive.workers) > 1:  # it leaves, and another takes its slot
+                    pool.index.remove_worker(worker_id)
+                    pool.naive.remove_worker(worker_id)
+                    pool.index.add_worker(100 + worker_id, 1)
+                    pool.naive.add_worker(100 + worker_id, 1, 0)
+                elif is_store:
                     pool.store(worker_id, path)
                 else:
                     pool.evict(worker_id, path)
@@ -171,6 +179,118 @@ def test_plans_hold_when_the_index_changes_between_slices(
 
 def _gone(result: ScanResult, worker_id: int) -> set[bytes]:
     return {block for plan in result.reclaims if plan.worker_id == worker_id for block in plan.blocks}
+
+
+def hot_pool(*degrees: int) -> Pool:
+    """Worker 0 holds (0, 1, 2, 3), which is used a lot at its degree."""
+    pool = pool_of(*degrees)
+    pool.store(0, (0, 1, 2, 3))
+    pool.use((0, 1, 2, 3), degrees[0], times=20)
+    return pool
+
+
+def test_a_hot_path_is_copied_once_and_whole() -> None:
+    pool = hot_pool(1, 1, 1)
+    (plan,) = scan(pool, EAGER).replications
+    assert (plan.kind, plan.source_worker_id, plan.destination_worker_id) == (CopyKind.INTRA, 0, 1)
+    assert (plan.parent, plan.blocks, plan.score) == (None, chain((0, 1, 2, 3)), 20.0)
+
+
+def test_the_destination_holds_most_of_the_path_then_has_room_then_a_short_queue() -> None:
+    pool = hot_pool(1, 1, 1, 1, 2)
+    pool.store(2, (0, 1))
+    pool.loads[2] = WorkerLoad(queue_s=9.0, capacity_blocks=1000)
+    (plan,) = scan(pool, EAGER).replications
+    assert (plan.destination_worker_id, plan.parent, plan.missing_blocks) == (2, block_at((0, 1)), 2)
+    pool = hot_pool(1, 1, 1, 1)
+    pool.store(1, (5, 5, 5, 5))
+    pool.loads[1] = WorkerLoad(queue_s=0.0, capacity_blocks=5)
+    pool.loads[2] = WorkerLoad(queue_s=2.0, capacity_blocks=1000)
+    pool.loads[3] = WorkerLoad(queue_s=1.0, capacity_blocks=1000)
+    assert scan(pool, EAGER).replications[0].destination_worker_id == 3
+
+
+def test_an_inter_degree_copy_comes_from_the_least_loaded_holder_and_is_ranked_by_benefit_per_block() -> None:
+    pool = pool_of(1, 1, 2)
+    for worker_id in (0, 1):
+        pool.store(worker_id, (0, 1))
+        pool.store(worker_id, (2, 2, 2, 2))
+    pool.loads[0] = WorkerLoad(queue_s=3.0, capacity_blocks=1000)
+    pool.miss((0, 1), 2, 2.0)
+    pool.miss((2, 2, 2, 2), 2, 4.0)
+    first, second = scan(pool, EAGER).replications
+    assert [first.block, second.block] == [block_at((2, 2, 2, 2)), block_at((0, 1))]
+    assert (first.score, second.score) == (4.0, 2.0)
+    assert {first.source_worker_id, second.source_worker_id} == {1}
+
+
+def test_a_copy_under_way_is_not_planned_again_and_counts_as_a_replica() -> None:
+    pool = hot_pool(1, 1, 1)
+    settings = ReplicationSettings(theta_intra=6.0, theta_reclaim=1.0, decay=0.999999)
+    (first,) = scan(pool, settings).replications
+    pool.index.copy_started(first)
+    (second,) = scan(pool, settings).replications
+    assert second.destination_worker_id == 2
+    pool.index.copy_started(second)
+    assert scan(pool, settings).replications == ()
+    pool.index.copy_ended(first)
+    pool.index.copy_ended(second)
+    (again,) = scan(pool, settings).replications
+    assert replace(again, score=first.score) == first
+    pool.index.copy_started(first)
+    pool.index.remove_worker(first.destination_worker_id)
+    assert len(pool.index.copies) == 0
+
+
+def cold_pool(*degrees: int) -> Pool:
+    """Full workers that all hold (0, 1); worker 0 alone holds (0, 1, 2) and (3,)."""
+    pool = pool_of(*degrees, capacity_blocks=2)
+    for worker_id in range(len(degrees)):
+        pool.store(worker_id, (0, 1))
+    pool.store(0, (0, 1, 2))
+    pool.store(0, (3,))
+    return pool
+
+
+def test_last_copies_are_reclaimed_last() -> None:
+    pool = cold_pool(1, 1, 2)
+    settings = ReplicationSettings(grace_s=0.0, pressure_ratio=1.0, max_reclaim=1)
+    (plan,) = scan(pool, settings).reclaims
+    assert (plan.worker_id, plan.blocks) == (1, (block_at((0, 1)), block_at((0,))))
+    pool.evict(1, (0, 1), (0,))
+    pool.evict(2, (0, 1), (0,))
+    (plan,) = scan(pool, settings).reclaims
+    assert plan.worker_id == 0
+
+
+def test_nothing_is_reclaimed_without_pressure_within_the_grace_period_or_in_use() -> None:
+    pool = cold_pool(1, 1)
+    settings = ReplicationSettings(grace_s=5.0, pressure_ratio=1.0)
+    assert scan(pool, settings, now_s=4.0).reclaims == ()
+    assert scan(pool, settings, PoolLoad(pool.loads, in_use=lambda worker_id, block: True), now_s=6.0).reclaims == ()
+    assert scan(pool, settings, now_s=6.0).reclaims != ()
+    roomy = {worker_id: WorkerLoad(queue_s=0.0, capacity_blocks=100) for worker_id in pool.loads}
+    assert scan(pool, settings, PoolLoad(roomy), now_s=6.0).reclaims == ()
+
+
+def test_what_a_copy_relies_on_is_not_reclaimed() -> None:
+    pool = cold_pool(1, 1)
+    pool.loads[1] = WorkerLoad(queue_s=0.0, capacity_blocks=2)
+    pool.index.copy_started(
+        CopyPlan(
+            kind=CopyKind.INTRA,
+            degree=1,
+            block=block_at((0, 1, 2)),
+            source_worker_id=0,
+            destination_worker_id=1,
+            parent=block_at((0, 1)),
+            blocks=chain((0, 1, 2), 2),
+            missing_blocks=1,
+            score=1.0,
+        )
+    )
+    reclaimed = {(plan.worker_id, block) for plan in scan(pool, EAGER).reclaims for block in plan.blocks}
+    assert reclaimed == {(0, block_at((3,)))}
 
 
 def test_thresholds_that_would_undo_each_other_are_refused() -> None:

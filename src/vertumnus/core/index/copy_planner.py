@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vertumnus.core.index.candidates import Rows
+from vertumnus.core.index.holder_sets import slots_of
 from vertumnus.core.index.replication import (
     CopiesInFlight,
     CopyKind,
@@ -18,12 +19,40 @@ from vertumnus.core.index.replication import (
 from vertumnus.core.index.trie import Trie
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOutline:
+    """Who copies which stretch of a path to whom."""
+
+    source_worker_id: int
+    destination_worker_id: int
+    start: int
+    """Blocks of the path that the destination holds completely, or that are on their way to it."""
+    end: int
+    """One past the last block copied: the whole path, or what the link may take."""
+    missing_blocks: int
+    """Blocks of the stretch that the destination lacks."""
+    score: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Destination:
     worker_id: int
+    slot: int
     start: int
-    """Blocks of the path that it holds completely, or that are on their way to it."""
     missing_blocks: int
+
+
+class _Receivers:
+    """The workers of one degree that may be the destination of a copy, as vectors."""
+
+    def __init__(self, workers: list[tuple[int, int, WorkerLoad]]) -> None:
+        self.pairs = [(worker_id, slot) for worker_id, slot, _ in workers]
+        self.worker_ids = np.array([worker_id for worker_id, _, _ in workers], dtype=np.int64)
+        self.slots = np.array([slot for _, slot, _ in workers], dtype=np.intp)
+        self.queue_s = np.array([load.queue_s for _, _, load in workers])
+        self.capacity_blocks = np.array([load.capacity_blocks for _, _, load in workers], dtype=np.int64)
+        self.intake_blocks = np.zeros(len(workers), dtype=np.int64)
+        """What this scan already sends there."""
 
 
 class CopyPlanner:
@@ -35,29 +64,32 @@ class CopyPlanner:
     degree for an intra-degree copy) with room left on the link: the shortest queue, then the lowest id.
     """
 
-    def __init__(
-        self, trie: Trie, settings: ReplicationSettings, pool: PoolLoad, workers: Mapping[int, int]
-    ) -> None:
+    def __init__(self, trie: Trie, settings: ReplicationSettings, pool: PoolLoad, workers: Mapping[int, int]) -> None:
         self._trie = trie
         self._settings = settings
         self._loads: dict[int, WorkerLoad] = {worker_id: pool.workers[worker_id] for worker_id in workers}
         self._slots = dict(workers)
-        self.work_per_plan = 64 + 2 * len(workers)
+        self._worker_by_slot = {slot: worker_id for worker_id, slot in workers.items()}
+        self._num_slots = max(workers.values(), default=0) + 1
+        self._receivers = [
+            _Receivers(
+                [
+                    (worker_id, slot, self._loads[worker_id])
+                    for worker_id, slot in workers.items()
+                    if degree_mask >> slot & 1 and self._loads[worker_id].can_receive
+                ]
+            )
+            for degree_mask in trie.sets.degree_masks
+        ]
+        """Per degree index, who may be a destination."""
+        self.work_per_plan = 128 + len(workers) // 4
         """What planning costs beside the length of the path, in the time that one block of it takes."""
         self._copies = CopiesInFlight()
         self._link_blocks: dict[tuple[int, int], int] = {}
-        self._intake_blocks: dict[int, int] = {}
 
     def begin(self, copies: CopiesInFlight) -> None:
         """Starts planning on top of the copies under way; `copies` becomes the planner's own."""
         self._copies = copies
-
-    def commit(self, plan: CopyPlan) -> None:
-        """Counts a plan in: later plans see it as under way."""
-        self._copies.start(plan)
-        link = (plan.source_worker_id, plan.destination_worker_id)
-        self._link_blocks[link] = self._link_blocks.get(link, 0) + plan.missing_blocks
-        self._intake_blocks[link[1]] = self._intake_blocks.get(link[1], 0) + plan.missing_blocks
 
     def demand(self, kind: CopyKind, rows: Rows, degree_index: int) -> NDArray[np.float64]:
         """What a first ranking goes by: missed seconds of the rows themselves, or uses per replica."""
@@ -71,37 +103,52 @@ class CopyPlanner:
         per_replica: NDArray[np.float64] = access * trie.access_scale[degree_index] / np.maximum(replicas, 1)
         return per_replica
 
-    def plan(self, kind: CopyKind, path: list[int], degree_index: int) -> CopyPlan | None:
-        """A plan for the prefix that ends a path; None if it is no candidate (any more) or nobody can take or give."""
+    def outline(self, kind: CopyKind, path: list[int], degree_index: int) -> CopyOutline | None:
+        """How to copy the prefix that a path ends in; None if it is no candidate (any more) or nobody can take or
+        give it."""
         if not path or not self._is_candidate(kind, path[-1], degree_index):
             return None
         destination = self._choose_destination(path, degree_index)
-        if destination is None:
-            return None
-        source = self._choose_source(kind, path, degree_index, destination)
-        if source is None:
+        source = self._choose_source(kind, path, degree_index, destination) if destination else None
+        if destination is None or source is None:
             return None
         source_id, end, missing_blocks = source
-        nodes = self._trie.nodes
-        copied = path[destination.start : end]
         if kind is CopyKind.INTER:
-            missed = nodes.missed[degree_index].cells
-            benefit = sum(missed[row] for row in copied) * self._trie.missed_scale[degree_index]
-            score = benefit / missing_blocks
+            missed = self._trie.nodes.missed[degree_index].cells
+            benefit = sum(missed[row] for row in path[destination.start : end])
+            score = benefit * self._trie.missed_scale[degree_index] / missing_blocks
         else:
             score = float(self.demand(kind, np.array([path[-1]], dtype=np.int32), degree_index)[0])
-        blocks = tuple(nodes.hash_of(row) for row in copied)
-        return CopyPlan(
-            kind=kind,
-            degree=self._trie.degrees[degree_index],
-            block=blocks[-1],
+        return CopyOutline(
             source_worker_id=source_id,
             destination_worker_id=destination.worker_id,
-            parent=nodes.hash_of(path[destination.start - 1]) if destination.start else None,
-            blocks=blocks,
+            start=destination.start,
+            end=end,
             missing_blocks=missing_blocks,
             score=score,
         )
+
+    def commit(self, kind: CopyKind, path: list[int], degree_index: int, outline: CopyOutline) -> CopyPlan:
+        """The plan in full; it is counted in: what is planned later sees it as under way."""
+        nodes = self._trie.nodes
+        blocks = tuple(nodes.hash_of(row) for row in path[outline.start : outline.end])
+        plan = CopyPlan(
+            kind=kind,
+            degree=self._trie.degrees[degree_index],
+            block=blocks[-1],
+            source_worker_id=outline.source_worker_id,
+            destination_worker_id=outline.destination_worker_id,
+            parent=nodes.hash_of(path[outline.start - 1]) if outline.start else None,
+            blocks=blocks,
+            missing_blocks=outline.missing_blocks,
+            score=outline.score,
+        )
+        self._copies.start(plan)
+        link = (plan.source_worker_id, plan.destination_worker_id)
+        self._link_blocks[link] = self._link_blocks.get(link, 0) + plan.missing_blocks
+        receivers = self._receivers[degree_index]
+        receivers.intake_blocks[receivers.worker_ids == plan.destination_worker_id] += plan.missing_blocks
+        return plan
 
     def is_valid(self, plan: CopyPlan, copies: CopiesInFlight) -> bool:
         """Whether a plan still holds: its source has the prefix, its destination neither has it nor is getting it,
@@ -118,7 +165,7 @@ class CopyPlanner:
         above = nodes.find(plan.parent)
         if above and trie.is_replica(above, destination):
             return True
-        return plan.destination_worker_id in self._copies.coming_to(plan.parent)
+        return plan.destination_worker_id in copies.coming_to(plan.parent)
 
     def _is_candidate(self, kind: CopyKind, row: int, degree_index: int) -> bool:
         """The paper's criterion for the present moment, coming replicas counted."""
@@ -140,39 +187,41 @@ class CopyPlanner:
         return slot is not None and bool(self._trie.sets.degree_masks[degree_index] >> slot & 1)
 
     def _choose_destination(self, path: list[int], degree_index: int) -> _Destination | None:
-        trie, settings = self._trie, self._settings
-        rows = np.array(path, dtype=np.int32)
-        starts, set_ids = trie.set_runs(rows)
-        held = trie.replica_blocks(starts, set_ids, len(path), max(self._slots.values(), default=0) + 1)
-        best: tuple[tuple[int, bool, float, int], _Destination] | None = None
-        for worker_id, slot in self._slots.items():
-            load = self._loads[worker_id]
-            if not load.can_receive or not self._is_degree(worker_id, degree_index):
-                continue
-            start = self._with_coming(path, int(held[slot]), worker_id)
-            if start == len(path):
-                continue
-            missing = self._num_missing(path[start:], slot)
-            intake = self._intake_blocks.get(worker_id, 0) + min(missing, settings.max_blocks_per_copy)
-            if not missing or intake > settings.max_intake_ratio * load.capacity_blocks:
-                continue
-            evicts = int(trie.resident_blocks[slot]) + intake > load.capacity_blocks
-            order = (missing, evicts, load.queue_s, worker_id)
-            if best is None or order < best[0]:
-                best = order, _Destination(worker_id, start, missing)
-        return best[1] if best else None
+        trie, settings, receivers = self._trie, self._settings, self._receivers[degree_index]
+        starts, set_ids = trie.set_runs(path)
+        slots = receivers.slots
+        held = trie.replica_blocks(starts, set_ids, len(path), self._num_slots)[slots].astype(np.int64)
+        missing = len(path) - held
+        for row in self._unusual_rows(degree_index):
+            worker_id, slot = int(receivers.worker_ids[row]), int(slots[row])
+            held[row] = start = self._with_coming(path, int(held[row]), worker_id)
+            missing[row] = sum(1 for node in path[start:] if not trie.resident_mask(node) >> slot & 1)
+        intake = receivers.intake_blocks + np.minimum(missing, settings.max_blocks_per_copy)
+        feasible = np.flatnonzero(
+            (held < len(path)) & (missing > 0) & (intake <= settings.max_intake_ratio * receivers.capacity_blocks)
+        )
+        if not len(feasible):
+            return None
+        evicts = trie.resident_blocks[slots[feasible]] + intake[feasible] > receivers.capacity_blocks[feasible]
+        order = np.lexsort((receivers.worker_ids[feasible], receivers.queue_s[feasible], evicts, missing[feasible]))
+        row = int(feasible[order[0]])
+        return _Destination(int(receivers.worker_ids[row]), int(slots[row]), int(held[row]), int(missing[row]))
+
+    def _unusual_rows(self, degree_index: int) -> list[int]:
+        """The receivers that copies are on their way to, or that have stranded blocks."""
+        receivers, copies = self._receivers[degree_index], self._copies
+        return [
+            row
+            for row, (worker_id, slot) in enumerate(receivers.pairs)
+            if self._trie.num_stranded[slot] or copies.is_destination(worker_id)
+        ]
 
     def _with_coming(self, path: list[int], start: int, worker_id: int) -> int:
         """How far the path is held, blocks on their way to the worker included."""
-        if len(self._copies):
+        if self._copies.is_destination(worker_id):
             while start < len(path) and worker_id in self._copies.coming_to(self._trie.nodes.hash_of(path[start])):
                 start += 1
         return start
-
-    def _num_missing(self, rows: list[int], slot: int) -> int:
-        if not self._trie.num_stranded[slot]:
-            return len(rows)
-        return sum(1 for row in rows if not self._trie.resident_mask(row) >> slot & 1)
 
     def _choose_source(
         self, kind: CopyKind, path: list[int], degree_index: int, destination: _Destination
@@ -182,12 +231,10 @@ class CopyPlanner:
         holders = trie.sets.masks[trie.nodes.holder_set.cells[path[-1]]]
         if kind is CopyKind.INTRA:
             holders &= trie.sets.degree_masks[degree_index]
-        slot = self._slots[destination.worker_id]
-        for _, worker_id in sorted(
-            (self._loads[worker_id].queue_s, worker_id)
-            for worker_id, source_slot in self._slots.items()
-            if holders >> source_slot & 1 and self._loads[worker_id].can_send and worker_id != destination.worker_id
-        ):
+        sources = [self._worker_by_slot[slot] for slot in slots_of(holders) if slot in self._worker_by_slot]
+        for worker_id in sorted(sources, key=lambda worker_id: (self._loads[worker_id].queue_s, worker_id)):
+            if not self._loads[worker_id].can_send:
+                continue
             used = self._link_blocks.get((worker_id, destination.worker_id), 0)
             room = self._settings.max_blocks_per_copy - used
             if room <= 0:
@@ -195,6 +242,6 @@ class CopyPlanner:
             end, missing = len(path), destination.missing_blocks
             while missing > room:
                 end -= 1
-                missing -= not trie.resident_mask(path[end]) >> slot & 1
+                missing -= not trie.resident_mask(path[end]) >> destination.slot & 1
             return worker_id, end, missing
         return None

@@ -14,6 +14,16 @@ from vertumnus.errors import InvariantError
 EMPTY_SET = 0
 
 
+def slots_of(mask: int) -> list[int]:
+    """The slots of a mask, rising."""
+    slots = []
+    while mask:
+        lowest = mask & -mask
+        slots.append(lowest.bit_length() - 1)
+        mask ^= lowest
+    return slots
+
+
 class HolderSets:
     """Reference-counted bit sets over worker slots; bit s of a mask is the worker in slot s.
 

@@ -19,7 +19,7 @@ ROOT = 0
 HASH_BYTES = 16
 
 _PAIR = Struct("<2Q")
-_FIRST_READ_AHEAD_BLOCKS = 4
+_FIRST_READ_AHEAD_BLOCKS = 8
 _MAX_READ_AHEAD_BLOCKS = 64
 
 
@@ -140,55 +140,58 @@ class NodeTable:
         return nodes
 
     def append_chain(self, parent: int, blocks: tuple[bytes, ...]) -> list[int]:
-        """Creates the rows of a chain below `parent`, up to the first block that is known already; returns them.
-
-        No block may be all zero: that marks a dead row.
-        """
+        """Creates the rows of a chain below `parent` and returns them. Stops before a block that is known already, or
+        all zero, which marks a dead row."""
         self._reserve(len(blocks))
         words, table = self.words.cells, self._table.cells
-        parents, depths = self.parent.cells, self.depth.cells
-        first_child, next_sibling = self.first_child.cells, self.next_sibling.cells
+        parents, depths, first_child = self.parent.cells, self.depth.cells, self.first_child.cells
         mask = len(table) - 1
-        free = self._free
+        free, end = self._free, self.end
         depth = depths[parent]
+        sibling = first_child[parent]
         made: list[int] = []
         halves = iter(unpack(f"<{2 * len(blocks)}Q", b"".join(blocks)))
         for low, high in zip(halves, halves, strict=True):
             probe = low & mask
-            node = table[probe]
-            while node and not (words[2 * node] == low and words[2 * node + 1] == high):
+            while node := table[probe]:
+                if words[2 * node] == low and words[2 * node + 1] == high:
+                    break
                 probe = (probe + 1) & mask
-                node = table[probe]
-            if node:
+            if node or not (low or high):
                 break
             if free:
                 node = free.pop()
             else:
-                node = self.end
-                self.end += 1
+                node = end
+                end += 1
             table[probe] = node
             words[2 * node] = low
             words[2 * node + 1] = high
             depth += 1
             depths[node] = depth
             parents[node] = parent
-            sibling = first_child[parent]
-            if sibling:
-                next_sibling[node] = sibling
-                self.previous_sibling.cells[sibling] = node
             first_child[parent] = node
             made.append(node)
             parent = node
+        if made and sibling:
+            self.next_sibling.cells[made[0]] = sibling
+            self.previous_sibling.cells[sibling] = made[0]
+        self.end = end
         self.num_nodes += len(made)
         return made
 
     def find_all(self, blocks: Sequence[bytes]) -> list[int]:
-        """The row of every block, ROOT where there is none."""
+        """The row of every block, ROOT where there is none. Fastest for paths from the deepest block up."""
         words, table = self.words.cells, self._table.cells
         mask = len(table) - 1
         rows: list[int] = []
+        node = 1
         halves = iter(unpack(f"<{2 * len(blocks)}Q", b"".join(blocks)))
         for low, high in zip(halves, halves, strict=True):
+            node -= 1
+            if node > 0 and words[2 * node] == low and words[2 * node + 1] == high:
+                rows.append(node)  # the parent of the block before, made just before it
+                continue
             probe = low & mask
             node = table[probe]
             while node and not (words[2 * node] == low and words[2 * node + 1] == high):

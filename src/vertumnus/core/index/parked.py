@@ -40,7 +40,7 @@ class ParkedBlocks:
         """Parks one block; True if it is new to the slot, None (refused) if it contradicts what is parked already."""
         known = self._parent.get(block)
         if known is None:
-            if block in self._children and self._has_ancestor(parent, block):
+            if block == parent or (block in self._children and self._has_ancestor(parent, block)):
                 return None
             self._parent[block] = parent
             self._masks[block] = 0

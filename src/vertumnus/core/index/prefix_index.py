@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vertumnus.core.index.candidates import paper_candidates
+from vertumnus.core.index.holder_sets import slots_of
 from vertumnus.core.index.nodes import HASH_BYTES, ROOT
 from vertumnus.core.index.parked import ParkedBlocks
 from vertumnus.core.index.replication import CopiesInFlight, CopyPlan, PoolLoad, ReplicationSettings, ScanResult
@@ -31,7 +32,7 @@ from vertumnus.errors import ConfigError, InvariantError
 FloatArray = NDArray[np.float64]
 
 DEFAULT_MAX_PARKED_BLOCKS = 65_536
-_UNUSABLE = bytes(HASH_BYTES)
+_HASH_SIZES = frozenset({HASH_BYTES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,6 @@ class _View:
 
     worker_id: int
     slot: int
-    degree_index: int
     epoch: int
     next_sequence: int = 0
     """The lowest sequence number that would tell something new."""
@@ -102,6 +102,8 @@ class PrefixIndex:
         self._trie = Trie(degrees)
         self._parked = ParkedBlocks(max_parked_blocks)
         self._views: dict[int, _View] = {}
+        self._slots: dict[int, int] = {}
+        """Worker -> slot."""
         self._worker_by_slot: list[int | None] = []
         self._vacant_slots: list[int] = []
         self._origin_s: float | None = None
@@ -150,7 +152,8 @@ class PrefixIndex:
         degree_index = self._trie.degree_index[degree]
         self._trie.sets.assign_slot(slot, degree_index)
         self._trie.version += 1
-        self._views[worker_id] = _View(worker_id, slot, degree_index, epoch)
+        self._views[worker_id] = _View(worker_id, slot, epoch)
+        self._slots[worker_id] = slot
         return slot
 
     def remove_worker(self, worker_id: int) -> None:
@@ -161,7 +164,7 @@ class PrefixIndex:
         self._trie.sets.vacate_slot(view.slot)
         self._worker_by_slot[view.slot] = None
         self._vacant_slots.append(view.slot)
-        del self._views[worker_id]
+        del self._views[worker_id], self._slots[worker_id]
 
     def slot_of(self, worker_id: int) -> int:
         """The worker's place in per-slot vectors."""
@@ -244,7 +247,7 @@ class PrefixIndex:
         return ReportOutcome.APPLIED if view.state is ViewState.EXACT else ReportOutcome.GAP
 
     def _store(self, view: _View, parent: bytes | None, blocks: tuple[bytes, ...], stored_s: float) -> None:
-        if any(len(block) != HASH_BYTES for block in blocks) or _UNUSABLE in blocks:
+        if not _HASH_SIZES.issuperset(map(len, blocks)):
             self.counts["rejected"] += len(blocks)
             return
         trie = self._trie
@@ -252,14 +255,14 @@ class PrefixIndex:
         if parent is not None and not row:
             self._park(view, parent, blocks)
             return
-        path = trie.nodes.walk(blocks, row).tolist()
+        path = trie.nodes.walk(blocks, row)
         num_known = len(path)
         if num_known < len(blocks):
             unknown = blocks[num_known:] if num_known else blocks
             if self._parked:
                 above = blocks[num_known - 1] if num_known else parent
                 unknown = self._consistent_with_parked(above, unknown)
-            path += trie.nodes.append_chain(path[-1] if path else row, unknown)
+            path.extend(trie.nodes.append_chain(path[-1] if path else row, unknown))
             self.counts["rejected"] += len(blocks) - len(path)
         trie.hold(view.slot, row, path, stored_s)
         if self._parked:
@@ -281,18 +284,15 @@ class PrefixIndex:
             above = nodes.find(parent)
             below = nodes.find(child)
             row = below or nodes.append_chain(above, (child,))[0]
-            while mask:
-                slot = (mask & -mask).bit_length() - 1
-                mask &= mask - 1
-                if self._trie.resident_mask(row) >> slot & 1:
-                    self._trie.resident_blocks[slot] -= 1  # counted twice: parked, and in the trie
-                else:
-                    self._trie.resident_blocks[slot] -= 1
+            for slot in slots_of(mask):
+                self._trie.resident_blocks[slot] -= 1  # so far counted as parked
+                if not self._trie.resident_mask(row) >> slot & 1:
                     self._trie.hold(slot, above, [row], stored_s)
 
     def _park(self, view: _View, parent: bytes, blocks: tuple[bytes, ...]) -> None:
         for position, block in enumerate(blocks):
-            is_new = None if self._trie.nodes.find(block) else self._parked.add(view.slot, parent, block)
+            is_usable = any(block) and not self._trie.nodes.find(block)
+            is_new = self._parked.add(view.slot, parent, block) if is_usable else None
             if is_new is None:
                 self.counts["rejected"] += len(blocks) - position
                 return
@@ -315,19 +315,12 @@ class PrefixIndex:
                     view.state = ViewState.DEGRADED
 
     def _remove(self, view: _View, blocks: Sequence[bytes]) -> None:
-        trie, slot = self._trie, view.slot
-        if any(len(block) != HASH_BYTES for block in blocks):
-            self.counts["unheld"] += sum(len(block) != HASH_BYTES for block in blocks)
-            blocks = [block for block in blocks if len(block) == HASH_BYTES]
-        rows = trie.nodes.find_all(blocks)
-        holds = trie.holds
-        held = [row for row in rows if holds(row, slot)]
-        if len(held) != len(rows) or len(set(held)) != len(held):
-            held = list(dict.fromkeys(held))
-            num_parked = sum(self._parked.drop(slot, block) for block in blocks)
-            trie.resident_blocks[slot] -= num_parked
-            self.counts["unheld"] += len(blocks) - len(held) - num_parked
-        trie.drop(slot, held)
+        usable = blocks if _HASH_SIZES.issuperset(map(len, blocks)) else [b for b in blocks if len(b) == HASH_BYTES]
+        num_removed = self._trie.drop(view.slot, self._trie.nodes.find_all(usable))
+        if num_removed < len(blocks):
+            num_parked = sum(self._parked.drop(view.slot, block) for block in usable)
+            self._trie.resident_blocks[view.slot] -= num_parked
+            self.counts["unheld"] += len(blocks) - num_removed - num_parked
 
     def _clear(self, view: _View) -> None:
         self._parked.clear(view.slot)
@@ -352,10 +345,10 @@ class PrefixIndex:
         `hashes` is read lazily (see `NodeTable.walk`), so that hashing may stop soon after the first miss.
         """
         trie = self._trie
-        nodes = np.frombuffer(trie.nodes.walk(hashes), dtype=np.int32)
-        starts, set_ids = trie.set_runs(nodes)
-        reusable = trie.replica_blocks(starts, set_ids, len(nodes), len(self._worker_by_slot))
-        return Match(nodes, reusable, starts, set_ids, trie.version)
+        path = trie.nodes.walk(hashes)
+        starts, set_ids = trie.set_runs(path)
+        reusable = trie.replica_blocks(starts, set_ids, len(path), len(self._worker_by_slot))
+        return Match(np.frombuffer(path, dtype=np.int32), reusable, starts, set_ids, trie.version)
 
     def missing_blocks(self, worker_id: int, match: Match) -> list[int]:
         """The positions of a matched path whose block is not resident at the worker."""
@@ -369,9 +362,7 @@ class PrefixIndex:
         """Algorithm 1, line 1: one use, at this degree, of the blocks really reused (a chain from the root)."""
         self._trie.add_access(self._trie.nodes.walk(hashes), self._trie.degree_index[degree])
 
-    def record_missed(
-        self, match: Match, degree: int, marginal_benefit_s: Callable[[int, int], FloatArray]
-    ) -> None:
+    def record_missed(self, match: Match, degree: int, marginal_benefit_s: Callable[[int, int], FloatArray]) -> None:
         """Algorithm 1, line 2: charges the matched blocks of which no worker of the preferred degree has a replica.
 
         A child is replicated at most where its parent is, so these are the end of the path: [start_block, end_block).
@@ -400,9 +391,7 @@ class PrefixIndex:
 
     # Replication
 
-    def scan(
-        self, settings: ReplicationSettings, pool: PoolLoad, now_s: float
-    ) -> Generator[None, None, ScanResult]:
+    def scan(self, settings: ReplicationSettings, pool: PoolLoad, now_s: float) -> Generator[None, None, ScanResult]:
         """Algorithm 2 in slices of a few milliseconds: iterate to the end, the result is the generator's return value.
 
         The index may change between slices; plans that no longer hold are left out at the end. Demand decays when the
@@ -410,8 +399,7 @@ class PrefixIndex:
         their effect arrives with the workers' reports.
         """
         origin_s = now_s if self._origin_s is None else self._origin_s
-        slots = {worker_id: view.slot for worker_id, view in self._views.items()}
-        return Scan(self._trie, settings, pool, slots, self.copies, now_s - origin_s).run()
+        return Scan(self._trie, settings, pool, self._slots, self.copies, now_s - origin_s).run()
 
     def candidates(self, settings: ReplicationSettings) -> dict[str, set[tuple[bytes, int]]]:
         """The `inter`, `intra` and `reclaim` lists of Algorithm 2 as (block, degree), before any practical bound."""
@@ -440,8 +428,8 @@ class PrefixIndex:
         return self._trie.resident_mask(row) if row else self._parked.mask_of(block)
 
     def _workers_in(self, mask: int) -> tuple[int, ...]:
-        workers = [w for slot, w in enumerate(self._worker_by_slot) if w is not None and mask >> slot & 1]
-        return tuple(sorted(workers))
+        workers = (self._worker_by_slot[slot] for slot in slots_of(mask))
+        return tuple(sorted(worker_id for worker_id in workers if worker_id is not None))
 
     def check_invariants(self) -> None:
         """Raises InvariantError if any part contradicts another or keeps what nobody holds. Slow: for tests."""
@@ -456,7 +444,9 @@ class PrefixIndex:
         self._trie.check_invariants(parked)
         occupied = {view.slot: view.worker_id for view in self._views.values()}
         by_slot = {slot: w for slot, w in enumerate(self._worker_by_slot) if w is not None}
-        if occupied != by_slot or len(occupied) + len(self._vacant_slots) != self.num_slots:
+        if occupied != by_slot or self._slots != {w: slot for slot, w in by_slot.items()}:
+            raise InvariantError("slots and workers differ")
+        if len(occupied) + len(self._vacant_slots) != self.num_slots:
             raise InvariantError("slots and workers differ")
         everyone = sum(1 << slot for slot in occupied)
         if any(mask & ~everyone for mask in self._trie.sets.masks):

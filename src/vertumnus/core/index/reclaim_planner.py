@@ -16,8 +16,9 @@ _LAST_COPY = 1e30
 class ReclaimPlanner:
     """Turns a candidate row into a reclaim of a cold end of a path, at one worker.
 
-    Only at workers whose cache is filled to `pressure_ratio`, and down to that, most filled first; never a block stored within the grace
-    period, in use, read by a copy, or followed by a longer prefix at that worker; last copies after all others.
+    Only at workers whose cache is filled to `pressure_ratio`, and down to that, most filled first. Never a block that
+    was stored within the grace period, is in use, is needed by a copy, or is followed by a longer prefix there. Last
+    copies go after all others.
     """
 
     def __init__(
@@ -26,13 +27,12 @@ class ReclaimPlanner:
         settings: ReplicationSettings,
         pool: PoolLoad,
         workers: Mapping[int, int],
-        copies: CopiesInFlight,
         now_s: float,
     ) -> None:
         self._trie = trie
         self._settings = settings
         self._in_use = pool.in_use
-        self._copies = copies
+        self._copies = CopiesInFlight()
         self._now_s = now_s
         self._slots = dict(workers)
         self._capacity = {worker_id: pool.workers[worker_id].capacity_blocks for worker_id in workers}
@@ -44,6 +44,10 @@ class ReclaimPlanner:
         self._pressed = [worker_id for worker_id in self._slots if self._pressure(worker_id) is not None]
         self._pressed_slots = sum(1 << self._slots[worker_id] for worker_id in self._pressed)
         self._limits: dict[int, tuple[int, NDArray[np.float32]]] = {}
+
+    def begin(self, copies: CopiesInFlight) -> None:
+        """Starts planning around these copies, under way or planned."""
+        self._copies = copies
 
     def path_ends(self, start: int, end: int) -> Rows:
         """The rows in [start, end), past their grace period, that may end a path at some worker.
@@ -100,15 +104,14 @@ class ReclaimPlanner:
             if holders >> slot & 1 and (pressure := self._pressure(worker_id)) is not None:
                 pressed.append((-pressure, worker_id, slot))
         for _, worker_id, slot in sorted(pressed):
-            run = self._path_end(row, worker_id, slot, degree_index, may_be_last_copy)
+            run, blocks = self._path_end(row, worker_id, slot, degree_index, may_be_last_copy)
             if run:
                 replicas = trie.sets.count(trie.nodes.holder_set.cells[row], degree_index)
                 access = trie.nodes.access[degree_index].cells[row] * trie.access_scale[degree_index]
                 for reclaimed in run:
                     self._planned[reclaimed] = self._planned.get(reclaimed, 0) | 1 << slot
                 self._planned_blocks[worker_id] = self._planned_blocks.get(worker_id, 0) + len(run)
-                blocks = tuple(map(trie.nodes.hash_of, run))
-                return ReclaimPlan(worker_id, blocks, access / replicas)
+                return ReclaimPlan(worker_id, tuple(blocks), access / replicas)
         return None
 
     def is_valid(self, plan: ReclaimPlan) -> bool:
@@ -117,7 +120,7 @@ class ReclaimPlanner:
         below = 0
         for block in plan.blocks:
             row = self._trie.nodes.find(block)
-            if not row or not self._may_go(row, below, plan.worker_id, slot):
+            if not row or not self._may_go(row, block, below, plan.worker_id, slot):
                 return False
             below = row
         return True
@@ -145,30 +148,35 @@ class ReclaimPlanner:
 
     def _path_end(
         self, row: int, worker_id: int, slot: int, degree_index: int, may_be_last_copy: bool
-    ) -> list[int]:
-        """The cold end of the path through `row` at a worker, deepest first; empty if `row` does not end it."""
+    ) -> tuple[list[int], list[bytes]]:
+        """The cold end of the path through `row` at a worker, deepest first, as rows and as blocks; empty if `row`
+        does not end the path there."""
         run: list[int] = []
+        blocks: list[bytes] = []
         below = 0
         while row and len(run) < self._settings.max_blocks_per_reclaim:
             if run and not self._is_cold(row, degree_index, may_be_last_copy):
                 break
-            if self._planned.get(row, 0) >> slot & 1 or not self._may_go(row, below, worker_id, slot):
+            block = self._trie.nodes.hash_of(row)
+            if self._planned.get(row, 0) >> slot & 1 or not self._may_go(row, block, below, worker_id, slot):
                 break
             run.append(row)
+            blocks.append(block)
             below, row = row, self._trie.nodes.parent.cells[row]
-        return run
+        self.last_work += 8 * len(run)
+        return run, blocks
 
-    def _may_go(self, row: int, below: int, worker_id: int, slot: int) -> bool:
+    def _may_go(self, row: int, block: bytes, below: int, worker_id: int, slot: int) -> bool:
         """Whether the worker has the row and can give it up once it has given up the row `below` (0: nothing)."""
         trie = self._trie
         if not trie.is_replica(row, slot):
             return False
-        block = trie.nodes.hash_of(row)
         if self._in_use(worker_id, block) or self._copies.is_leased(worker_id, block):
             return False
-        children = trie.nodes.children(row)
-        self.last_work += 1 + len(children)
-        return not any(
-            child != below and trie.is_replica(child, slot) and not self._planned.get(child, 0) >> slot & 1
-            for child in children
-        )
+        following, child = trie.nodes.next_sibling.cells, trie.nodes.first_child.cells[row]
+        while child:
+            self.last_work += 1
+            if child != below and trie.is_replica(child, slot) and not self._planned.get(child, 0) >> slot & 1:
+                return False
+            child = following[child]
+        return True

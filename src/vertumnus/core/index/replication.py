@@ -1,10 +1,14 @@
 """The words of Algorithm 2: its settings, what it must know about the pool, the plans it makes, copies under way."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from vertumnus.errors import ConfigError
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +147,12 @@ class CopiesInFlight:
 
     def __init__(self) -> None:
         self._plans: dict[CopyPlan, int] = {}
-        self._coming: dict[bytes, dict[int, int]] = {}
+        self._coming: dict[bytes, Counter[int]] = {}
         """Block -> {destination worker: number of copies that bring it}."""
-        self._leased: dict[tuple[int, bytes], int] = {}
-        """(source worker, block) -> number of copies that read it."""
+        self._leased: Counter[tuple[int, bytes]] = Counter()
+        """(worker, block) -> number of copies that rely on the block there."""
+        self._num_to: Counter[int] = Counter()
+        """Destination worker -> number of copies."""
 
     def __len__(self) -> int:
         return sum(self._plans.values())
@@ -162,11 +168,7 @@ class CopiesInFlight:
     def start(self, plan: CopyPlan) -> None:
         """Counts a copy in."""
         self._plans[plan] = self._plans.get(plan, 0) + 1
-        for block in plan.blocks:
-            by_worker = self._coming.setdefault(block, {})
-            by_worker[plan.destination_worker_id] = by_worker.get(plan.destination_worker_id, 0) + 1
-            lease = (plan.source_worker_id, block)
-            self._leased[lease] = self._leased.get(lease, 0) + 1
+        self._count(plan, 1)
 
     def end(self, plan: CopyPlan) -> None:
         """Counts a copy out; one that is not under way (its worker may have left) is ignored."""
@@ -175,17 +177,7 @@ class CopiesInFlight:
         self._plans[plan] -= 1
         if not self._plans[plan]:
             del self._plans[plan]
-        for block in plan.blocks:
-            by_worker = self._coming[block]
-            by_worker[plan.destination_worker_id] -= 1
-            if not by_worker[plan.destination_worker_id]:
-                del by_worker[plan.destination_worker_id]
-                if not by_worker:
-                    del self._coming[block]
-            lease = (plan.source_worker_id, block)
-            self._leased[lease] -= 1
-            if not self._leased[lease]:
-                del self._leased[lease]
+        self._count(plan, -1)
 
     def forget_worker(self, worker_id: int) -> None:
         """A worker left: its copies are over."""
@@ -194,10 +186,32 @@ class CopiesInFlight:
                 while plan in self._plans:
                     self.end(plan)
 
+    def is_destination(self, worker_id: int) -> bool:
+        """Whether any copy is on its way to the worker."""
+        return worker_id in self._num_to
+
     def coming_to(self, block: bytes) -> tuple[int, ...]:
         """The workers that the block is on its way to, by id."""
         return tuple(sorted(self._coming.get(block, ())))
 
     def is_leased(self, worker_id: int, block: bytes) -> bool:
-        """Whether a copy reads the block at this worker."""
+        """Whether a copy reads the block at this worker, or ends a prefix with it that is being extended there."""
         return (worker_id, block) in self._leased
+
+    def _count(self, plan: CopyPlan, change: int) -> None:
+        _change(self._num_to, plan.destination_worker_id, change)
+        if plan.parent is not None:
+            _change(self._leased, (plan.destination_worker_id, plan.parent), change)
+        for block in plan.blocks:
+            _change(self._leased, (plan.source_worker_id, block), change)
+            destinations = self._coming.setdefault(block, Counter())
+            _change(destinations, plan.destination_worker_id, change)
+            if not destinations:
+                del self._coming[block]
+
+
+def _change(counter: Counter[_Key], key: _Key, change: int) -> None:
+    """Adds to a count and forgets it at zero."""
+    counter[key] += change
+    if not counter[key]:
+        del counter[key]

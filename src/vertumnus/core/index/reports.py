@@ -13,7 +13,7 @@ Chain: TypeAlias = tuple[bytes | None, tuple[bytes, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A chain is now resident: blocks[0] hangs below `parent` (None: the root), the others each below the one before."""
+    """A chain is now resident: blocks[0] hangs below `parent` (None: the root), each of the others below the last."""
 
     worker_id: int
     epoch: int

@@ -12,12 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vertumnus.core.index.candidates import (
-    Rows,
-    inter_candidates,
-    intra_candidates,
-)
-from vertumnus.core.index.copy_planner import CopyPlanner
+from vertumnus.core.index.candidates import Rows, inter_candidates, intra_candidates
+from vertumnus.core.index.copy_planner import CopyOutline, CopyPlanner
 from vertumnus.core.index.reclaim_planner import ReclaimPlanner
 from vertumnus.core.index.replication import (
     CopiesInFlight,
@@ -31,7 +27,7 @@ from vertumnus.core.index.replication import (
 from vertumnus.core.index.trie import Trie
 
 SLICE_ROWS = 65_536
-SLICE_WORK = 8_000
+SLICE_WORK = 4_000
 """Path blocks that one slice of planning may handle."""
 _EVALUATED_PER_PLAN = 4
 """Candidates that are looked at in detail for every plan that a scan may make."""
@@ -86,13 +82,20 @@ class Scan:
         copies: CopiesInFlight,
         now_s: float,
     ) -> None:
+        """`slots`: the slot of every worker, kept up to date by the owner."""
         self._trie = trie
         self._settings = settings
         self._copies = copies
-        workers = {worker_id: slots[worker_id] for worker_id in sorted(pool.workers) if worker_id in slots}
+        self._planned = copies
+        """The copies under way, and this scan's own once it plans."""
+        self._slots = slots
+        self._version = trie.version
+        self._workers = workers = {
+            worker_id: slots[worker_id] for worker_id in sorted(pool.workers) if worker_id in slots
+        }
         self._end = trie.nodes.end
         self._copy_planner = CopyPlanner(trie, settings, pool, workers)
-        self._reclaim_planner = ReclaimPlanner(trie, settings, pool, workers, copies, now_s)
+        self._reclaim_planner = ReclaimPlanner(trie, settings, pool, workers, now_s)
         degrees = range(len(trie.degrees))
         self._inter = [_DeepestRows(self._end) for _ in degrees]
         self._intra = [_DeepestRows(self._end) for _ in degrees]
@@ -106,15 +109,15 @@ class Scan:
         for start in range(1, self._end, SLICE_ROWS):
             self._collect(start, min(start + SLICE_ROWS, self._end))
             yield
-        started_at = self._trie.version
-        self._copy_planner.begin(self._copies.copy())
+        self._planned = self._copies.copy()
+        self._copy_planner.begin(self._planned)
         inter = yield from self._plan_copies(CopyKind.INTER, self._inter, self._settings.max_inter)
         intra = yield from self._plan_copies(CopyKind.INTRA, self._intra, self._settings.max_intra)
+        self._reclaim_planner.begin(self._planned)
         reclaims = yield from self._plan_reclaims()
         plans = inter + intra
-        if self._trie.version != started_at:
-            plans = [plan for plan in plans if self._copy_planner.is_valid(plan, self._copies)]
-            reclaims = [plan for plan in reclaims if self._reclaim_planner.is_valid(plan)]
+        if self._trie.version != self._version:
+            plans, reclaims = self._still_valid(plans, reclaims)
         self._trie.decay(self._settings.decay)
         for degree_index in range(len(self._trie.degrees)):
             if self._trie.renormalise(degree_index):
@@ -127,6 +130,21 @@ class Scan:
             num_intra_candidates=sum(found.num_rows for found in self._intra),
             num_reclaim_candidates=self._num_reclaim_candidates,
         )
+
+    def _still_valid(
+        self, plans: list[CopyPlan], reclaims: list[ReclaimPlan]
+    ) -> tuple[list[CopyPlan], list[ReclaimPlan]]:
+        """The plans that hold in the index as it is now, in which copies may have started and ended meanwhile."""
+        present = {worker_id for worker_id, slot in self._workers.items() if self._slots.get(worker_id) == slot}
+        copies = self._copies.copy()
+        valid: list[CopyPlan] = []
+        for plan in plans:
+            is_staffed = present.issuperset((plan.source_worker_id, plan.destination_worker_id))
+            if is_staffed and self._copy_planner.is_valid(plan, copies):
+                copies.start(plan)
+                valid.append(plan)
+        self._reclaim_planner.begin(copies)
+        return valid, [plan for plan in reclaims if plan.worker_id in present and self._reclaim_planner.is_valid(plan)]
 
     def _collect(self, start: int, end: int) -> None:
         trie, settings = self._trie, self._settings
@@ -162,15 +180,15 @@ class Scan:
         for _, block, candidate in shortlist:
             path = trie.nodes.path_to(candidate.row)
             interior |= {(row, candidate.degree_index) for row in path[:-1]}
-            plan = planner.plan(kind, path, candidate.degree_index)
-            if plan is not None:
-                order = _rank(kind, plan)
-                ranked.append(((*order, block, candidate.degree_index), candidate))
+            outline = planner.outline(kind, path, candidate.degree_index)
+            if outline is not None:
+                ranked.append(((*_rank(kind, outline), block, candidate.degree_index), candidate))
             work += len(path) + planner.work_per_plan
             if work > SLICE_WORK:
                 work = 0
                 yield
         ranked.sort(key=lambda entry: entry[0])
+        yield
 
         plans: list[CopyPlan] = []
         for _, candidate in ranked:
@@ -179,14 +197,14 @@ class Scan:
             if (candidate.row, candidate.degree_index) in interior:
                 continue  # a deeper block of its path is a candidate too, and brings it along
             path = trie.nodes.path_to(candidate.row)
-            plan = planner.plan(kind, path, candidate.degree_index)
-            if plan is not None:
-                planner.commit(plan)
-                plans.append(plan)
+            outline = planner.outline(kind, path, candidate.degree_index)
+            if outline is not None:
+                plans.append(planner.commit(kind, path, candidate.degree_index, outline))
             work += len(path) + planner.work_per_plan
             if work > SLICE_WORK:
                 work = 0
                 yield
+        yield
         return plans
 
     def _plan_reclaims(self) -> Generator[None, None, list[ReclaimPlan]]:
@@ -220,11 +238,11 @@ class Scan:
         return plans
 
 
-def _rank(kind: CopyKind, plan: CopyPlan) -> tuple[float, float]:
-    """Sorts plans of one kind, best first."""
+def _rank(kind: CopyKind, outline: CopyOutline) -> tuple[float, float]:
+    """Sorts copies of one kind, best first."""
     if kind is CopyKind.INTER:
-        return -plan.score, plan.missing_blocks
-    return -math.floor(math.log(plan.score) / math.log(_SIMILAR_RATIO)), plan.missing_blocks
+        return -outline.score, outline.missing_blocks
+    return -math.floor(math.log(outline.score) / math.log(_SIMILAR_RATIO)), outline.missing_blocks
 
 
 def _smallest(keys: NDArray[np.floating], num: int) -> NDArray[np.intp]:
@@ -232,5 +250,3 @@ def _smallest(keys: NDArray[np.floating], num: int) -> NDArray[np.intp]:
     if len(keys) <= num:
         return np.arange(len(keys))
     return np.argpartition(keys, num)[:num]
-
-

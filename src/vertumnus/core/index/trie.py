@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vertumnus.core.index.holder_sets import EMPTY_SET, HolderSets
+from vertumnus.core.index.holder_sets import HolderSets, slots_of
 from vertumnus.core.index.nodes import Column, NodeTable
 from vertumnus.errors import InvariantError
 
@@ -61,55 +61,41 @@ class Trie:
         replicas: int = self.sets.masks[self.nodes.holder_set.cells[node]]
         return replicas | self.stranded.get(node, 0)
 
-    def holds(self, node: int, slot: int) -> bool:
-        """Whether the block of a row is resident at the slot, complete prefix or not; false of the root."""
-        replicas: int = self.sets.masks[self.nodes.holder_set.cells[node]]
-        return bool(replicas >> slot & 1) or (node in self.stranded and bool(self.stranded[node] >> slot & 1))
-
     def hold(self, slot: int, parent: int, path: Sequence[int], stored_s: float) -> None:
         """The slot now has these rows, a path below `parent`."""
+        if not path:
+            return
         if not self.is_replica(parent, slot):
             self._strand(slot, path, stored_s)
             return
         bit = 1 << slot
-        sets, masks = self.sets, self.sets.masks
-        holder_set, stored = self.nodes.holder_set.cells, self.nodes.stored_s.cells
-        held_before = self.num_stranded[slot]
         num_added = 0
-        run_old = run_new = -1
-        run_blocks = 0
-        for node in path:
-            old = holder_set[node]
-            if old != run_old:
-                if run_blocks:
-                    sets.move(run_old, run_new, run_blocks)
-                    run_blocks = 0
-                mask = masks[old]
-                run_old, run_new = old, old if mask & bit else sets.intern(mask | bit)
-            if run_new != old:
-                holder_set[node] = run_new
-                stored[node] = stored_s
-                run_blocks += 1
-                num_added += 1
-        if run_blocks:
-            sets.move(run_old, run_new, run_blocks)
+        starts, set_ids = self.set_runs(path)
+        for start, end, set_id in zip(starts, [*starts[1:], len(path)], set_ids, strict=True):
+            mask = self.sets.masks[set_id]
+            if mask & bit:
+                continue
+            grown = self.sets.intern(mask | bit)
+            self._mark(path[start:end] if len(starts) > 1 else path, grown, stored_s)
+            self.sets.move(set_id, grown, end - start)
+            num_added += end - start
         self.resident_blocks[slot] += num_added
         self.version += 1
-        if held_before:
+        if self.num_stranded[slot]:
             for node in path:
                 if self._unstrand(node, slot):
                     self.resident_blocks[slot] -= 1
             for node in path:
                 self._promote_children(node, slot)
 
-    def drop(self, slot: int, rows: Sequence[int]) -> None:
-        """The slot no longer has these rows, which it has. Longer prefixes there become stranded."""
+    def drop(self, slot: int, rows: Sequence[int]) -> int:
+        """The slot no longer has these rows; returns how many of them it had. Longer prefixes there become stranded."""
         bit = 1 << slot
         sets, masks = self.sets, self.sets.masks
         holder_set, next_sibling = self.nodes.holder_set.cells, self.nodes.next_sibling.cells
         first_child = self.nodes.first_child.cells
         run_old = run_new = -1
-        run_blocks = 0
+        run_blocks = num_dropped = 0
         for node in rows:
             old = holder_set[node]
             if old != run_old:
@@ -119,10 +105,11 @@ class Trie:
                 run_old, mask = old, masks[old]
                 run_new = sets.intern(mask ^ bit) if mask & bit else old
             if run_new == old:
-                self._unstrand(node, slot)
+                num_dropped += self._unstrand(node, slot)
                 continue
             holder_set[node] = run_new
             run_blocks += 1
+            num_dropped += 1
             child = first_child[node]
             while child:
                 if masks[holder_set[child]] & bit:
@@ -133,9 +120,10 @@ class Trie:
                 child = next_sibling[child]
         if run_blocks:
             sets.move(run_old, run_new, run_blocks)
-        self.resident_blocks[slot] -= len(rows)
+        self.resident_blocks[slot] -= num_dropped
         self.version += 1
         self.nodes.bury(rows, self.stranded)
+        return num_dropped
 
     def rows_of(self, slot: int) -> list[int]:
         """All rows whose block is resident at the slot, replicas first."""
@@ -165,6 +153,18 @@ class Trie:
         self.nodes.bury(rows, self.stranded)
         self.resident_blocks[slot] = 0
         self.version += 1
+
+    def _mark(self, rows: Sequence[int], set_id: int, stored_s: float) -> None:
+        """Writes holder set and time of some rows."""
+        if len(rows) > _SHORT_PATH_BLOCKS:
+            places = np.asarray(rows, dtype=np.int32)
+            self.nodes.holder_set.values[places] = set_id
+            self.nodes.stored_s.values[places] = stored_s
+            return
+        holder_set, stored = self.nodes.holder_set.cells, self.nodes.stored_s.cells
+        for node in rows:
+            holder_set[node] = set_id
+            stored[node] = stored_s
 
     def _strand(self, slot: int, path: Iterable[int], stored_s: float) -> None:
         bit = 1 << slot
@@ -218,21 +218,19 @@ class Trie:
 
     # Paths
 
-    def set_runs(self, path: NDArray[np.int32]) -> tuple[list[int], list[int]]:
+    def set_runs(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
         """The path as stretches of equal holder set: (where each starts, its set id)."""
-        if not len(path):
-            return [], []
         if len(path) <= _SHORT_PATH_BLOCKS:
             cells = self.nodes.holder_set.cells
             starts, ids, last = [], [], -1
-            for position, node in enumerate(path.tolist()):
+            for position, node in enumerate(path):
                 set_id = cells[node]
                 if set_id != last:
                     starts.append(position)
                     ids.append(set_id)
                     last = set_id
             return starts, ids
-        sets = self.nodes.holder_set.values[path]
+        sets = self.nodes.holder_set.values[np.asarray(path, dtype=np.int32)]
         change = np.flatnonzero(sets[1:] != sets[:-1]) + 1
         return [0, *change.tolist()], [int(sets[0]), *sets[change].tolist()]
 
@@ -320,10 +318,8 @@ def _set_slots(vector: NDArray[np.int32], mask: int, value: int) -> None:
         slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
         vector[slots] = value
         return
-    while mask:
-        lowest = mask & -mask
-        vector[lowest.bit_length() - 1] = value
-        mask ^= lowest
+    for slot in slots_of(mask):
+        vector[slot] = value
 
 
 def _add(column: Column, path: "array[int]", amount: float) -> None:

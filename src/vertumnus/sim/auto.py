@@ -1,0 +1,156 @@
+"""The composition to begin with, chosen from the traffic itself (`auto`).
+
+Two rules. `by_rollout`, the default, replays the traffic through every composition at once (`core.rollout`) and takes
+the one of least mean TTFT. `by_capacity` is the paper's: the most large-degree workers whose capacity still covers the
+demand; it needs kappa. Both look only at compositions that fit the length mix, and both take history to be given: the
+trace's requests, with the prefixes that a node's cache would have found.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from vertumnus.core.capacity import LengthMix
+from vertumnus.core.composition import Composition, Topology, compositions, initial_composition, lay_out
+from vertumnus.core.controller import Arrivals
+from vertumnus.core.cost import FloatArray
+from vertumnus.core.profile import Profile
+from vertumnus.core.rollout import rollout_ttft_s
+from vertumnus.errors import ConfigError
+from vertumnus.sim.metrics import Slo
+from vertumnus.workload.reuse import block_reuse
+from vertumnus.workload.trace import IntArray, Trace
+
+ROLLOUT_REQUESTS = 12_000
+"""Longest stretch of a trace that is replayed, the busiest of that length: some seconds."""
+
+MAX_ENUMERATED_NODES = 5
+"""Pools up to this size are searched in full, larger ones among the scaled compositions of this many nodes."""
+
+ROLLOUT_BETA, ROLLOUT_LAMBDA = 2.0, 0.3
+
+
+def history(trace: Trace, blocks_per_rank: int, node_gpus: int) -> Arrivals:
+    """The busiest stretch of a trace, with the block-aligned prefixes that one node's cache would have found."""
+    start, end = _busiest(trace, ROLLOUT_REQUESTS)
+    return arrivals_between(trace, start, end, blocks_per_rank, node_gpus)
+
+
+def arrivals_between(trace: Trace, start: int, end: int, blocks_per_rank: int, node_gpus: int) -> Arrivals:
+    """Requests [start, end) of a trace as a controller would have seen them, had a node's cache served them all."""
+    stretch = trace if (start, end) == (0, trace.num_requests) else trace.selected(np.arange(start, end))
+    tokens = stretch.input_tokens
+    prefix: IntArray = np.zeros_like(tokens)
+    if stretch.has_block_ids:
+        found = block_reuse(stretch).found_tokens(blocks_per_rank * node_gpus, stretch.num_requests)
+        prefix = np.minimum(found, tokens - 1) // stretch.block_tokens * stretch.block_tokens
+    return Arrivals(
+        arrival_s=stretch.arrival_s,
+        input_tokens=tokens.astype(np.float64),
+        prefix_tokens=prefix.astype(np.float64),
+    )
+
+
+def _busiest(trace: Trace, num_requests: int) -> tuple[int, int]:
+    """[start, end) of the shortest stretch with so many requests; the earliest of equals."""
+    if trace.num_requests <= num_requests:
+        return 0, trace.num_requests
+    spans_s = trace.arrival_s[num_requests - 1 :] - trace.arrival_s[: 1 - num_requests]
+    start = int(spans_s.argmin())
+    return start, start + num_requests
+
+
+def candidates(topology: Topology, profile: Profile, arrivals: Arrivals, slo: Slo) -> tuple[Composition, ...]:
+    """Compositions to choose from: those that fit the length mix, or all where none does."""
+    found = _compositions(topology, profile.degrees)
+    mix = length_mix(arrivals)
+    costs = profile.cost_model()
+    fits_degrees: dict[tuple[int, ...], bool] = {}
+    for composition in found:
+        if composition.degrees not in fits_degrees:
+            fits_degrees[composition.degrees] = mix.fits(composition, costs, slo_function(slo), profile.degrees)
+    return tuple(each for each in found if fits_degrees[each.degrees]) or found
+
+
+def _compositions(topology: Topology, degrees: tuple[int, ...]) -> tuple[Composition, ...]:
+    """All compositions of a small pool; of a large one those of five of its nodes, scaled up."""
+    node_gpus = topology.node_gpus
+    if topology.num_gpus <= MAX_ENUMERATED_NODES * node_gpus:
+        return compositions(topology, degrees)
+    scaled = (
+        _scaled(base, topology.num_gpus, MAX_ENUMERATED_NODES * node_gpus)
+        for base in compositions(Topology(MAX_ENUMERATED_NODES * node_gpus, node_gpus), degrees)
+    )
+    return tuple(dict.fromkeys(each for each in scaled if _can_be_laid_out(each, topology)))
+
+
+def _scaled(base: Composition, num_gpus: int, base_gpus: int) -> Composition:
+    """About the same shares of GPUs in a larger pool; what rounding leaves goes to the smallest degree."""
+    smallest = base.degrees[0]
+    counts = {degree: count * num_gpus // base_gpus for degree, count in base}
+    counts[smallest] += (num_gpus - sum(degree * count for degree, count in counts.items())) // smallest
+    return Composition.of(counts)
+
+
+def _can_be_laid_out(composition: Composition, topology: Topology) -> bool:
+    try:
+        lay_out(composition, topology)
+    except ConfigError:
+        return False
+    return True
+
+
+def by_rollout(
+    choices: Sequence[Composition], arrivals: Arrivals, profile: Profile, *, num_best: int = 1
+) -> list[tuple[Composition, float]]:
+    """The compositions of least predicted mean TTFT (seconds), best first."""
+    steps = rollout_ttft_s(choices, arrivals, profile.cost_model(), beta=ROLLOUT_BETA, lambda_=ROLLOUT_LAMBDA)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            mean_s: FloatArray = end.value.mean(axis=0)
+            break
+    order = np.argsort(mean_s, kind="stable")[:num_best].tolist()
+    return [(choices[row], float(mean_s[row])) for row in order]
+
+
+def by_capacity(
+    choices: Sequence[Composition], mix: LengthMix, profile: Profile, kappa: Mapping[int, float]
+) -> Composition:
+    """The paper's choice: most large-degree workers whose capacity covers the demand, else most capacity."""
+    return initial_composition(
+        choices, demand_s_per_s=demand_of(mix, profile), kappa=kappa, fits=lambda composition: True
+    )
+
+
+def demand_of(mix: LengthMix, profile: Profile) -> Callable[[Composition], float]:
+    """Predicted service seconds per second by composition; each set of degrees is computed once."""
+    known: dict[tuple[int, ...], float] = {}
+
+    def demand_s_per_s(composition: Composition) -> float:
+        if composition.degrees not in known:
+            known[composition.degrees] = mix.demand_s_per_s(composition, profile.cost_model())
+        return known[composition.degrees]
+
+    return demand_s_per_s
+
+
+def length_mix(arrivals: Arrivals) -> LengthMix:
+    """The arrivals by length class; those of one instant count as arriving within a second."""
+    duration_s = float(arrivals.arrival_s[-1] - arrivals.arrival_s[0]) or 1.0
+    return LengthMix.of_requests(arrivals.input_tokens, arrivals.input_tokens - arrivals.prefix_tokens, duration_s)
+
+
+def slo_function(slo: Slo) -> Callable[[float], float]:
+    """tau in seconds by input tokens, for one request."""
+    return lambda input_tokens: slo.base_s + slo.per_token_s * input_tokens
+
+
+def auto_composition(
+    trace: Trace, profile: Profile, topology: Topology, *, slo: Slo, blocks_per_rank: int
+) -> Composition:
+    """The composition that `auto` stands for: least predicted mean TTFT for the busiest stretch of the trace."""
+    arrivals = history(trace, blocks_per_rank, topology.node_gpus)
+    ((composition, _),) = by_rollout(candidates(topology, profile, arrivals, slo), arrivals, profile)
+    return composition

@@ -1,0 +1,130 @@
+"""kappa_C by a load ramp: how much of this traffic one worker of degree C sustains by itself.
+
+The traffic is cut down to the requests that this degree can serve in time at all (E_C(L, 0) <= tau) and played at
+rising rates through a pool of one worker. kappa_C is the largest demand, in predicted service seconds arriving per
+second, at which the token-weighted SLO attainment over those requests still meets its target.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from vertumnus.core.composition import RankGroup, Topology
+from vertumnus.core.control_plane import ControlPlane, ControlPlaneSettings
+from vertumnus.core.policies import make_policy
+from vertumnus.core.profile import Profile
+from vertumnus.core.queueing import Discipline
+from vertumnus.errors import ConfigError
+from vertumnus.sim.metrics import Slo, summarise
+from vertumnus.sim.pool import SimulatedPool
+from vertumnus.sim.requests import prefill_requests
+from vertumnus.workload.trace import Trace
+
+NUM_REQUESTS = 2000
+"""Requests of one probe."""
+
+NUM_PROBES = 7
+"""Halvings of the rate's range: good to about a hundredth of a worker that is never idle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RampSettings:
+    """What a ramp asks of the worker, and how the worker is set up."""
+
+    slo: Slo = Slo()
+    target_ratio: float = 0.95
+    discipline: Discipline = Discipline.SHORTEST
+    step_tokens: int | None = None
+    blocks_per_rank: int | None = None
+    """None: the profile's capacity."""
+    num_workers: int = 1
+    num_requests: int = NUM_REQUESTS
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target_ratio <= 1:
+            raise ConfigError(f"target is {self.target_ratio}; accepted: above 0, at most 1")
+
+
+def measured_kappa(
+    trace: Trace,
+    profile: Profile,
+    settings: RampSettings = RampSettings(),
+    on_progress: Callable[[int], None] | None = None,
+) -> dict[int, float]:
+    """kappa of every degree of the profile for this traffic; 0 for a degree that can serve none of it in time.
+
+    Ten probes of some thousand requests per degree: seconds in all. Same input, same result.
+    """
+    kappa = {}
+    for num_done, degree in enumerate(profile.degrees, 1):
+        kappa[degree] = ramp(trace, profile, degree, settings)
+        if on_progress is not None:
+            on_progress(num_done)
+    return kappa
+
+
+def ramp(trace: Trace, profile: Profile, degree: int, settings: RampSettings = RampSettings()) -> float:
+    """kappa of one degree, by bisection on the arrival rate."""
+    traffic = _served_in_time(trace, profile, degree, settings)
+    if traffic is None:
+        return 0.0
+    costs = profile.cost_model().for_degrees((degree,))
+    cold_s = float(np.mean(costs.prefill_s(traffic.input_tokens.astype(np.float64), 0.0)))
+    # Between nothing and one and a half times what the workers could do if no prompt were ever cached.
+    low_per_s, high_per_s = 0.0, 1.5 * settings.num_workers / cold_s
+    best = 0.0
+    for _ in range(NUM_PROBES):
+        rate_per_s = (low_per_s + high_per_s) / 2
+        demand, attainment_ratio = _probe(traffic.rescaled(rate_per_s), profile, degree, settings)
+        if attainment_ratio >= settings.target_ratio:
+            low_per_s, best = rate_per_s, demand
+        else:
+            high_per_s = rate_per_s
+    return best
+
+
+def _served_in_time(trace: Trace, profile: Profile, degree: int, settings: RampSettings) -> Trace | None:
+    """The first requests that a cold worker of this degree could serve in time; None if there are too few."""
+    tokens = trace.input_tokens.astype(np.float64)
+    cold_s = profile.cost_model().for_degrees((degree,)).prefill_s(tokens, 0.0)
+    kept = np.flatnonzero(cold_s <= settings.slo.tau_s(tokens))[: settings.num_requests]
+    if len(kept) < 2 or trace.arrival_s[kept[-1]] <= trace.arrival_s[kept[0]]:
+        return None
+    return trace.selected(kept)
+
+
+def _probe(traffic: Trace, profile: Profile, degree: int, settings: RampSettings) -> tuple[float, float]:
+    """(demand in service seconds per second, token-weighted attainment) of one worker alone with this traffic."""
+    topology = Topology(degree * settings.num_workers, degree)
+    blocks_per_rank = settings.blocks_per_rank or profile.kv_capacity_blocks(traffic.block_tokens)
+    control_plane = ControlPlane(
+        layout=tuple(RankGroup(degree * index, degree) for index in range(settings.num_workers)),
+        topology=topology,
+        cost_model=profile.cost_model(),
+        policy=make_policy("vertumnus"),
+        settings=ControlPlaneSettings(
+            block_tokens=traffic.block_tokens,
+            blocks_per_rank=blocks_per_rank,
+            discipline=settings.discipline,
+            step_tokens=settings.step_tokens,
+            max_sequence_tokens=profile.max_sequence_tokens,
+        ),
+    )
+    pool = SimulatedPool(
+        control_plane=control_plane,
+        topology=topology,
+        profile=profile,
+        blocks_per_rank=blocks_per_rank,
+        block_tokens=traffic.block_tokens,
+    )
+    pool.run(prefill_requests(traffic))
+    records = pool.records
+    if not len(records):
+        return 0.0, 0.0
+    reused = np.array(records.reused_tokens, dtype=np.float64)
+    suffix = np.array(records.input_tokens, dtype=np.float64) - reused
+    service_s = float(profile.cost_model().for_degrees((degree,)).prefill_s(suffix, reused).sum())
+    attainment_ratio = summarise(records, 0, settings.slo, 0.0).slo_attainment_ratio
+    assert attainment_ratio is not None
+    return service_s / traffic.duration_s / settings.num_workers, attainment_ratio

@@ -1,0 +1,111 @@
+"""Laws of a worker's queue: order of service, the ageing bound, and its sums against naive recomputation."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.builders import queued
+from vertumnus.core.queueing import Discipline, WorkerQueue
+
+AGEING = 10.0
+ARRIVALS = st.lists(st.tuples(st.integers(0, 50).map(float), st.integers(0, 8).map(float)), max_size=12)
+DISCIPLINES = st.sampled_from(Discipline)
+
+
+def queue_of(discipline: Discipline, arrivals: list[tuple[float, float]], ageing: float = AGEING) -> WorkerQueue:
+    """A queue of these (arrival, service) requests, pushed in order of arrival, with their positions as ids."""
+    queue = WorkerQueue(discipline, ageing)
+    for request_id, (arrival_s, service_s) in enumerate(sorted(arrivals)):
+        queue.push(queued(request_id, arrival_s=arrival_s, service_s=service_s))
+    return queue
+
+
+def drain(queue: WorkerQueue) -> list[int]:
+    """The ids in order of service."""
+    served = []
+    while (item := queue.pop_ready()) is not None:
+        served.append(item.request.request_id)
+    return served
+
+
+@given(ARRIVALS)
+def test_fifo_serves_in_order_of_arrival(arrivals):
+    assert drain(queue_of(Discipline.FIFO, arrivals)) == list(range(len(arrivals)))
+
+
+@given(ARRIVALS)
+def test_nobody_is_overtaken_by_a_request_that_arrives_later_than_the_ageing_bound(arrivals):
+    by_id = sorted(arrivals)
+    served = drain(queue_of(Discipline.SHORTEST, arrivals))
+    assert sorted(served) == list(range(len(arrivals)))
+    for position, later in enumerate(served):
+        for earlier in served[:position]:
+            (arrival_s, service_s), (other_s, _) = by_id[later], by_id[earlier]
+            assert other_s <= arrival_s + AGEING * service_s
+
+
+@given(st.lists(st.integers(0, 8).map(float), max_size=12))
+def test_shortest_goes_first_among_requests_of_one_instant(services_s):
+    queue = queue_of(Discipline.SHORTEST, [(0.0, service_s) for service_s in services_s])
+    ordered = sorted(services_s)
+    assert [ordered[request_id] for request_id in drain(queue)] == ordered
+
+
+def test_without_ageing_weight_shortest_is_fifo():
+    assert drain(queue_of(Discipline.SHORTEST, [(0.0, 9.0), (1.0, 1.0)], ageing=0.0)) == [0, 1]
+
+
+@given(DISCIPLINES, ARRIVALS, st.integers(0, 60).map(float), st.integers(0, 8).map(float))
+def test_the_predicted_wait_is_the_work_that_would_really_be_served_before(discipline, arrivals, arrival_s, service_s):
+    queue = queue_of(discipline, arrivals)
+    ahead_s, num_behind = queue.ahead(arrival_s, service_s)
+    newcomer = 1000
+    queue.push(queued(newcomer, arrival_s=arrival_s, service_s=service_s))
+    served = drain(queue)
+    position = served.index(newcomer)
+    by_id = sorted(arrivals)
+    assert ahead_s == pytest.approx(sum(by_id[request_id][1] for request_id in served[:position]))
+    assert num_behind == len(served) - position - 1
+
+
+@given(DISCIPLINES, st.lists(st.tuples(st.sampled_from("push pop remove back clear".split()), st.integers(0, 9))))
+def test_the_queued_seconds_are_the_sum_of_its_items_after_any_operations(discipline, operations):
+    queue = WorkerQueue(discipline, AGEING)
+    for request_id, (operation, number) in enumerate(operations):
+        before = [item.request.request_id for item in queue.items()]
+        if operation == "push":
+            queue.push(queued(request_id, arrival_s=float(request_id), service_s=0.1 * number))
+        elif operation == "pop":
+            item = queue.pop_ready()
+            assert (item.request.request_id if item else None) == (before[0] if before else None)
+        elif operation == "remove":
+            item = queue.remove(number)
+            assert (item is not None) == (number in before)
+        elif operation == "back":
+            queue.push_back(queued(request_id, arrival_s=0.0, service_s=0.1 * number, started=True))
+        else:
+            taken = queue.remove_not_started()
+            assert not any(item.started for item in taken)
+            assert all(item.started for item in queue.items())
+        services_s = [item.service_s for item in queue.items()]
+        assert queue.service_s == pytest.approx(sum(services_s))
+        assert len(queue) == len(services_s)
+    drain(queue)
+    assert queue.service_s == 0.0, "an empty queue holds exactly nothing"
+
+
+def test_a_request_whose_chunk_has_run_goes_on_before_all_others_under_fifo():
+    queue = queue_of(Discipline.FIFO, [(0.0, 1.0), (1.0, 1.0)])
+    queue.push_back(queued(7, arrival_s=5.0, service_s=3.0, started=True))
+    assert drain(queue) == [7, 0, 1]
+
+
+def test_a_request_that_awaits_a_copy_lets_others_pass_and_keeps_its_place():
+    queue = WorkerQueue(Discipline.FIFO, AGEING)
+    waiting = queued(0, num_copies_awaited=1)
+    queue.push(waiting)
+    queue.push(queued(1))
+    assert queue.pop_ready().request.request_id == 1
+    assert queue.pop_ready() is None
+    waiting.num_copies_awaited = 0
+    assert queue.pop_ready() is waiting
