@@ -54,7 +54,11 @@ class BlockStore:
         self._set(tuple(ranks), blocks_per_rank, OrderedDict(), free)
 
     def _set(
-        self, ranks: tuple[int, ...], blocks_per_rank: int, resident: OrderedDict[bytes, _Held], free: dict[int, list[int]]
+        self,
+        ranks: tuple[int, ...],
+        blocks_per_rank: int,
+        resident: OrderedDict[bytes, _Held],
+        free: dict[int, list[int]],
     ) -> None:
         self.ranks = ranks
         self.blocks_per_rank = blocks_per_rank

@@ -5,7 +5,7 @@ It owns queues, reservations and the prefix index, and it never acts by itself: 
 `next_timer_s` says when it next wants a `TimerFired`.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,17 +22,21 @@ from vertumnus.core.composition import (
     plan_towards,
 )
 from vertumnus.core.controller import Arrivals, Controller, PoolState
+from vertumnus.core.copies import CopyLedger
 from vertumnus.core.cost import CostModel, DegreeCosts, FloatArray, chunked_prefill_s
 from vertumnus.core.events import (
     Action,
     ActivateGroups,
     CloseWorker,
+    CopyBlocks,
     CopyEnded,
+    CopyReason,
     Event,
     OpenWorker,
     RankConfirmed,
     RankFailed,
     RankRecovered,
+    ReclaimBlocks,
     RequestArrived,
     RequestCancelled,
     RequestPlaced,
@@ -45,10 +49,12 @@ from vertumnus.core.events import (
     TimerFired,
 )
 from vertumnus.core.index import Match, PrefixIndex, ReportOutcome
-from vertumnus.core.index.reports import CacheReport, Cleared, Removed, Snapshot, Stored
+from vertumnus.core.index.replication import CopyKind, PoolLoad, ReplicationSettings, WorkerLoad
+from vertumnus.core.index.reports import CacheReport, Chain, Cleared, Removed, Snapshot, Stored
 from vertumnus.core.observation import WindowTracker
 from vertumnus.core.placement import PlacementPolicy, PlacementView
 from vertumnus.core.queueing import Discipline, QueuedRequest
+from vertumnus.core.reconciliation import PendingBlocks, PullSettings, assign_prefixes
 from vertumnus.core.reconfiguration import (
     Activate,
     Effect,
@@ -61,9 +67,11 @@ from vertumnus.core.reconfiguration import (
     Reconfiguration,
     ReconfigurationSettings,
 )
+from vertumnus.core.replicator import Replicator, record_missed
 from vertumnus.core.requests import PrefillRequest
 from vertumnus.core.workers import RunningItem, Worker, WorkerStatus, WorkerTable
 from vertumnus.errors import ConfigError, InvariantError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPlaneSettings:
@@ -85,6 +93,12 @@ class ControlPlaneSettings:
     max_switching_ratio: float = 0.5
     """Largest share of the GPUs that may be draining or switching at once."""
     reconfiguration: ReconfigurationSettings = ReconfigurationSettings()
+    replication: ReplicationSettings | None = None
+    """Algorithms 1 and 2; None: every worker's cache lives by itself."""
+    scan_interval_s: float = 10.0
+    """From the end of one replication scan to the start of the next."""
+    pull: PullSettings | None = None
+    """Whether and at what price a placement may count on blocks of other workers; None: pending ones are misses."""
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "blocks_per_rank"):
@@ -112,6 +126,8 @@ class _Handover:
 
     sources: list[Worker]
     opening: set[int] = field(default_factory=set)
+    held: dict[int, tuple[Chain, ...]] = field(default_factory=dict)
+    """What the opened ones hold, by worker id."""
     is_committed: bool = False
 
 
@@ -137,6 +153,10 @@ class ControlPlane:
             layout, topology, degrees=cost_model.degrees, settings=settings.reconfiguration
         )
         self._target: Composition | None = None
+        self._replicator = Replicator(settings.replication, settings.scan_interval_s) if settings.replication else None
+        self._pending = PendingBlocks()
+        self._copies = CopyLedger()
+        self.num_copies: Counter[CopyReason] = Counter()
         self._serving: dict[RankGroup, Worker] = {}
         self._handovers: dict[Operation, _Handover] = {}
         self._windows = WindowTracker(settings.window_s, settings.long_tokens)
@@ -178,6 +198,8 @@ class ControlPlane:
         due_s = [self._reconfiguration.next_deadline_s]
         if self.controller is not None:
             due_s.append(self._windows.end_s)
+        if self._replicator is not None:
+            due_s.append(self._replicator.due_s)
         return min((each for each in due_s if each is not None), default=None)
 
     @property
@@ -215,13 +237,17 @@ class ControlPlane:
         item = QueuedRequest(
             request=request, prefix_tokens=prefix_tokens, service_s=float(view.service_s[placement.row])
         )
+        pulls = self._pull(item, worker, match, prefix_tokens // self.settings.block_tokens)
         worker.queue.push(item)
         worker.queued_tokens += request.input_tokens - prefix_tokens
         self._workers.changed(worker)
         self._location[request.request_id] = worker.worker_id
         if not is_redirected:
             self._windows.record(now_s, request.input_tokens, prefix_tokens, item.service_s)
+            if self._replicator is not None and placement.preferred_degree is not None:
+                record_missed(self.index, match, request.input_tokens, placement.preferred_degree, self.cost_model)
         actions: list[Action] = [RequestPlaced(request.request_id, worker.worker_id, placement, is_redirected)]
+        actions += pulls
         actions += self._start_step(worker, now_s)
         return actions
 
@@ -244,6 +270,8 @@ class ControlPlane:
         reusable = np.minimum(match.reusable_blocks[slots], max_reusable) * float(settings.block_tokens)
         suffix = length - reusable
         service = self._service_s(costs, suffix, reusable)
+        if settings.pull is not None:
+            reusable, suffix, service = self._with_pulls(settings.pull, request, match, reusable, suffix, service)
         remaining = np.maximum(table.running_end_s - now_s, 0.0)
         outstanding = remaining + table.queued_s
         wait, delay = self._waits(request, service, remaining, outstanding)
@@ -267,6 +295,100 @@ class ControlPlane:
             resident_blocks=self.index.resident_blocks_by_slot[slots],
             block_tokens=settings.block_tokens,
         )
+
+    def _with_pulls(
+        self,
+        pull: PullSettings,
+        request: PrefillRequest,
+        match: Match,
+        reusable: FloatArray,
+        suffix: FloatArray,
+        service: FloatArray,
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """(P, R, seconds) where each candidate takes the cheaper of recomputing missing blocks and copying them in."""
+        table, block_tokens, length = self._workers, self.settings.block_tokens, request.input_tokens
+        reachable = reusable
+        max_tokens = min(match.num_blocks, (length - 1) // block_tokens) * block_tokens
+        if pull.from_any_worker:
+            reachable = np.maximum(reusable, max_tokens)
+        else:
+            for worker_id in self._pending.workers():
+                row = self._workers[worker_id].row
+                if row is not None and reusable[row] < max_tokens:
+                    if reachable is reusable:
+                        reachable = reusable.copy()
+                    num_blocks = self._reachable_blocks(worker_id, request, match)
+                    reachable[row] = min(num_blocks * block_tokens, max_tokens)
+        missing = reachable - reusable
+        if not missing.any():
+            return reusable, suffix, service
+        copied = self._service_s(table.costs, length - reachable, reachable)
+        copied += pull.latency_s + pull.s_per_token * missing
+        is_cheaper = (missing > 0) & (copied < service)
+        reusable = np.where(is_cheaper, reachable, reusable)
+        return reusable, length - reusable, np.where(is_cheaper, copied, service)
+
+    def _reachable_blocks(self, worker_id: int, request: PrefillRequest, match: Match) -> int:
+        """How much of a matched path the worker has once what is pending there has been copied."""
+        pending = self._pending.of(worker_id)
+        for position in self.index.missing_blocks(worker_id, match):
+            if request.blocks[position] not in pending:
+                return position
+        return match.num_blocks
+
+    def _pull(self, item: QueuedRequest, worker: Worker, match: Match, num_blocks: int) -> list[Action]:
+        """Asks for the blocks that the placement counts on and the worker lacks; the request waits for them.
+
+        One copy per stretch that a single worker holds; a worker of the same node is preferred. What nobody holds any
+        more ends the prefix there.
+        """
+        path = item.request.blocks
+        if self.settings.pull is None or num_blocks <= int(match.reusable_blocks[worker.slot]):
+            return []
+        missing = [each for each in self.index.missing_blocks(worker.worker_id, match) if each < num_blocks]
+        reason = CopyReason.RECONCILIATION if self._pending.of(worker.worker_id) else CopyReason.PULL
+        actions: list[Action] = []
+        start = 0
+        while start < len(missing):
+            first = missing[start]
+            coming = self._copies.coming(worker.worker_id, path[first])
+            if coming is not None:
+                self._copies.await_copy(coming, item)
+                start += 1
+                continue
+            source = self._source(path[first], worker)
+            if source is None:
+                break
+            end = start + 1
+            while end < len(missing) and missing[end] == missing[end - 1] + 1:
+                block = path[missing[end]]
+                if not self.index.holds(source, block) or self._copies.coming(worker.worker_id, block) is not None:
+                    break
+                end += 1
+            copy = CopyBlocks(
+                copy_id=self._copies.next_id(),
+                reason=reason,
+                source_worker_id=source,
+                destination_worker_id=worker.worker_id,
+                parent=path[first - 1] if first else None,
+                blocks=tuple(path[position] for position in missing[start:end]),
+            )
+            self._copies.begin(copy)
+            self._copies.await_copy(copy.copy_id, item)
+            actions.append(copy)
+            start = end
+        return actions
+
+    def _source(self, block: bytes, destination: Worker) -> int | None:
+        """A worker to copy a block from: in the destination's node if possible, the lowest id; None if nobody has it."""
+        node_of = self._reconfiguration.topology.node_of
+        node = node_of(destination.group.first_rank)
+        sources = []
+        for worker_id in self.index.holders(block):
+            source = self._workers.get(worker_id)
+            if source is not None and source.status is not WorkerStatus.PARKED and source is not destination:
+                sources.append((node_of(source.group.first_rank) != node, worker_id))
+        return min(sources)[1] if sources else None
 
     def _waits(
         self, request: PrefillRequest, service: FloatArray, remaining: FloatArray, outstanding: FloatArray
@@ -345,6 +467,12 @@ class ControlPlane:
         duration_s = fixed_s
         for item, reused_tokens in zip(worker.running, event.reused_tokens, strict=True):
             prefix = min(reused_tokens, item.end_tokens)
+            if not item.queued.is_access_recorded:
+                item.queued.is_access_recorded = True
+                num_reused = reused_tokens // self.settings.block_tokens
+                worker.reused_blocks += num_reused
+                if self._replicator is not None and num_reused:
+                    self.index.record_access(item.queued.request.blocks[:num_reused], worker.degree)
             duration_s += self.cost_model.prefill_s(item.end_tokens - prefix, prefix, worker.degree) - fixed_s
         worker.running_end_s = now_s + duration_s
         self._workers.changed(worker)
@@ -390,6 +518,9 @@ class ControlPlane:
             return [SendSnapshot(event.worker_id)]
         if not isinstance(event, Snapshot):
             return []
+        for handover in self._handovers.values():
+            if worker.worker_id in handover.opening:
+                handover.held[worker.worker_id] = event.chains
         actions = self._finish_handovers(worker)
         if worker.status is WorkerStatus.OPENING:
             self._workers.set_status(worker, WorkerStatus.ACTIVE)
@@ -404,7 +535,52 @@ class ControlPlane:
         return actions
 
     def _on_copy_ended(self, event: CopyEnded, now_s: float) -> list[Action]:
-        return []
+        ended = self._copies.end(event.copy_id)
+        if ended is None:
+            return []
+        action, plan = ended
+        if plan is not None:
+            self.index.copy_ended(plan)
+        if event.ok:
+            self.num_copies[action.reason] += 1
+        # Arrived or not, these blocks are not worth a second try: what is still missing is an ordinary miss.
+        self._pending.settle(action.destination_worker_id, action.blocks)
+        worker = self._workers.get(action.destination_worker_id)
+        return [] if worker is None else self._start_step(worker, now_s)
+
+    def _advance_scan(self, replicator: Replicator, now_s: float) -> list[Action]:
+        """Runs one slice of the replication scan; its last slice starts copies and reclaims."""
+        result = replicator.advance(self.index, self._pool_load(now_s), now_s)
+        if result is None:
+            return []
+        actions: list[Action] = []
+        for plan in result.replications:
+            copy = CopyBlocks(
+                copy_id=self._copies.next_id(),
+                reason=CopyReason.INTER_DEGREE if plan.kind is CopyKind.INTER else CopyReason.INTRA_DEGREE,
+                source_worker_id=plan.source_worker_id,
+                destination_worker_id=plan.destination_worker_id,
+                parent=plan.parent,
+                blocks=plan.blocks,
+            )
+            self._copies.begin(copy, plan)
+            self.index.copy_started(plan)
+            actions.append(copy)
+        actions += [ReclaimBlocks(plan.worker_id, plan.blocks) for plan in result.reclaims]
+        return actions
+
+    def _pool_load(self, now_s: float) -> PoolLoad:
+        return PoolLoad(
+            {
+                worker.worker_id: WorkerLoad(
+                    queue_s=worker.outstanding_s(now_s),
+                    capacity_blocks=worker.degree * self.settings.blocks_per_rank,
+                    can_receive=worker.status is WorkerStatus.ACTIVE,
+                    can_send=worker.status in (WorkerStatus.ACTIVE, WorkerStatus.DRAINING),
+                )
+                for worker in self._workers.all()
+            }
+        )
 
     # Composition
 
@@ -415,10 +591,14 @@ class ControlPlane:
             actions += self._apply(self._reconfiguration.tick(now_s), now_s)
         if self.controller is not None and self._windows.end_s <= now_s:
             actions += self._end_window(self.controller, now_s)
+        if self._replicator is not None and self._replicator.due_s <= now_s:
+            actions += self._advance_scan(self._replicator, now_s)
         return actions
 
     def _end_window(self, controller: Controller, now_s: float) -> list[Action]:
         window = self._windows.close(sum(worker.outstanding_s(now_s) for worker in self._workers.all()))
+        for worker in self._workers.all():
+            worker.reused_blocks *= 0.8  # reuse of some five windows, recent ones weighing more
         proposal = controller.observe(window, self._pool_state(now_s))
         if proposal is not None:
             self._target = proposal.target
@@ -555,8 +735,20 @@ class ControlPlane:
             handover.opening.discard(opened.worker_id)
             if handover.is_committed and not handover.opening:
                 del self._handovers[operation]
+                if operation.kind is OperationKind.SPLIT and self.settings.pull is not None:
+                    self._assign_prefixes(handover)
                 actions += [self._close_worker(worker) for worker in handover.sources]
         return actions
+
+    def _assign_prefixes(self, handover: _Handover) -> None:
+        """Gives each prefix that a split worker retained to one of its children, which fetches what it lacks."""
+        children = [worker_id for worker_id in handover.held if self._workers.get(worker_id) is not None]
+        degree = handover.sources[0].degree
+        pending = assign_prefixes(
+            [handover.held[worker_id] for worker_id in children], lambda block: self.index.access(block, degree)
+        )
+        for worker_id, blocks in zip(children, pending, strict=True):
+            self._pending.add(worker_id, blocks)
 
     def _empty_queue(self, worker: Worker) -> list[PrefillRequest]:
         """Takes what has not started out of a worker's queue, to be placed elsewhere."""
@@ -584,6 +776,7 @@ class ControlPlane:
         return OpenWorker(worker_id, group, epoch)
 
     def _close_worker(self, worker: Worker) -> Action:
+        self._pending.forget_worker(worker.worker_id)
         self.index.remove_worker(worker.worker_id)
         self._workers.close(worker)
         return CloseWorker(worker.worker_id)

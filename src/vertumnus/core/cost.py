@@ -21,9 +21,7 @@ FloatArray = NDArray[np.float64]
 def attention_pairs(suffix_tokens: float, prefix_tokens: float) -> float: ...
 @overload
 def attention_pairs(suffix_tokens: FloatArray, prefix_tokens: FloatArray | float) -> FloatArray: ...
-def attention_pairs(
-    suffix_tokens: FloatArray | float, prefix_tokens: FloatArray | float
-) -> FloatArray | float:
+def attention_pairs(suffix_tokens: FloatArray | float, prefix_tokens: FloatArray | float) -> FloatArray | float:
     """Causal attention pairs left after a prefix hit (eq. 1): W(R, P) = R*P + R*(R+1)/2."""
     return suffix_tokens * prefix_tokens + suffix_tokens * (suffix_tokens + 1) / 2
 
@@ -69,9 +67,7 @@ class DegreeCosts:
 
     def take(self, rows: NDArray[np.intp]) -> "DegreeCosts":
         """The same binding restricted to some of its degrees."""
-        return DegreeCosts(
-            self.fixed[rows], self.per_suffix[rows], self.per_prefix[rows], self.per_pair[rows]
-        )
+        return DegreeCosts(self.fixed[rows], self.per_suffix[rows], self.per_prefix[rows], self.per_pair[rows])
 
 
 class CostModel:
@@ -107,12 +103,7 @@ class CostModel:
             )
         k = self._at(degree)
         pairs = attention_pairs(suffix_tokens, prefix_tokens)
-        return (
-            k.d
-            + k.a * suffix_tokens
-            + k.b * prefix_tokens
-            + (k.c * suffix_tokens + k.alpha * pairs) / degree
-        )
+        return k.d + k.a * suffix_tokens + k.b * prefix_tokens + (k.c * suffix_tokens + k.alpha * pairs) / degree
 
     def for_degrees(self, degrees: Sequence[int] | NDArray[np.integer]) -> DegreeCosts:
         """Binds the model to a vector of degrees (say, one per worker)."""

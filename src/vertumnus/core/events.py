@@ -20,6 +20,9 @@ class CopyReason(Enum):
     INTER_DEGREE = "inter-degree replication"
     INTRA_DEGREE = "intra-degree replication"
     RECONCILIATION = "reconciliation"
+    """Of blocks that a split took from a worker, on their first reuse."""
+    PULL = "pull"
+    """On demand, for one request, as copying was cheaper than recomputing."""
 
 
 # Events

@@ -11,7 +11,7 @@ outsiders from making collisions or guessing prompts from hashes. Every process 
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 from blake3 import blake3
@@ -29,7 +29,7 @@ _ROOT_CONTEXT = "vertumnus block hashes v1: root of a chain"
 _RUN_BLOCKS = 8  # hashed ahead of what was asked for: takes the loop's overhead off each block, wastes little on a miss
 
 
-class HashChain:
+class HashChain(Sequence[bytes]):
     """The block hashes of one prompt, computed as far as they were asked for and remembered.
 
     Iteration starts at the first block whatever was hashed before; several iterations may be under way at once. The
@@ -58,6 +58,20 @@ class HashChain:
                 self._hash_until(min(index + _RUN_BLOCKS, self.num_blocks))
             yield hashes[index]
             index += 1
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        """Hashes by position, hashing as far as needed."""
+        if isinstance(index, slice):
+            self._hash_until(max(index.indices(self.num_blocks)[:2]))
+            return self._hashes[index]
+        if not -self.num_blocks <= index < self.num_blocks:
+            raise IndexError(index)
+        self._hash_until(index % self.num_blocks + 1)
+        return self._hashes[index % self.num_blocks]
 
     @property
     def num_hashed(self) -> int:

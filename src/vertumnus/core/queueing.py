@@ -31,6 +31,7 @@ class QueuedRequest:
     service_s: float
     """Predicted seconds still to be served; what is reserved at the worker."""
     started: bool = False
+    is_access_recorded: bool = False
     num_copies_awaited: int = 0
     """Block copies on their way for this request; it is not served before they end."""
 

@@ -53,9 +53,7 @@ def rollout_ttft_s(
     return ttft_s
 
 
-def _workers(
-    compositions: Sequence[Composition], degrees: Sequence[int]
-) -> tuple[NDArray[np.intp], FloatArray]:
+def _workers(compositions: Sequence[Composition], degrees: Sequence[int]) -> tuple[NDArray[np.intp], FloatArray]:
     """(degree column of each worker, instant at which it is free), [K, most workers]; absent ones are never free."""
     most = max(composition.num_workers for composition in compositions)
     columns = np.zeros((len(compositions), most), dtype=np.intp)

@@ -3,20 +3,38 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import Any
 
 from vertumnus.core.composition import Composition, OperationKind, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane, ControlPlaneSettings
-from vertumnus.core.placement import PlacementPolicy
+from vertumnus.core.controller import Controller
+from vertumnus.core.events import CopyReason
+from vertumnus.core.index.replication import ReplicationSettings
+from vertumnus.core.lookahead_controller import LookaheadController, LookaheadSettings
+from vertumnus.core.placement import PlacementPolicy, VertumnusPolicy
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.queueing import Discipline
+from vertumnus.core.reconciliation import PullSettings
+from vertumnus.core.threshold_controller import ThresholdController
 from vertumnus.errors import ConfigError
 from vertumnus.sim.auto import auto_composition
 from vertumnus.sim.metrics import LatencySummary, RequestRecords, Slo, summarise
 from vertumnus.sim.pool import Failure, SimulatedPool
 from vertumnus.sim.requests import prefill_requests
 from vertumnus.workload.trace import Trace
+
+
+class Pulls(Enum):
+    """Which blocks of other workers a request may have copied in before it is served."""
+
+    NONE = "none"
+    """None: what a split took away is a miss, as the paper counts it."""
+    PENDING = "pending"
+    """Those that a split took away."""
+    ANY = "any"
+    """Whatever any worker holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +48,9 @@ class SimulationSettings:
     is_fixed: bool = False
     """No controller: the composition stays."""
     has_replication: bool = True
+    """Algorithms 1 and 2 for policies that know a preferred degree."""
+    pulls: Pulls = Pulls.PENDING
+    controller: str = "lookahead"
     discipline: Discipline = Discipline.SHORTEST
     step_tokens: int | None = None
     blocks_per_rank: int | None = None
@@ -47,6 +68,7 @@ class SimulationSettings:
         document |= {
             "composition": "auto" if self.composition is None else str(self.composition),
             "discipline": self.discipline.value,
+            "pulls": self.pulls.value,
             "slo": str(self.slo),
             "failures": [asdict(failure) for failure in self.failures],
         }
@@ -69,13 +91,40 @@ class SimulationResult:
     num_splits: int
     num_merges: int
     num_replications: int
+    num_pulls: int
+    """Copies made for one request: of pending blocks after a split, or on demand."""
     wall_s: float
     records: RequestRecords = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """One entry of `results`: every figure under its name, without the records."""
-        document = {name: getattr(self, name) for name in self.__slots__ if name not in ("latency", "records", "wall_s")}
+        document = {
+            name: getattr(self, name) for name in self.__slots__ if name not in ("latency", "records", "wall_s")
+        }
         return document | {"rate_per_s": round(self.rate_per_s, 6)} | asdict(self.latency) | {"wall_s": self.wall_s}
+
+
+def make_controller(name: str, profile: Profile, policy: PlacementPolicy) -> Controller:
+    """A fresh controller by name: `lookahead` (ours) or `threshold` (the paper's)."""
+    if name == "lookahead":
+        weights = (policy.beta, policy.lambda_) if isinstance(policy, VertumnusPolicy) else (1.0, 0.0)
+        return LookaheadController(profile.cost_model(), LookaheadSettings(beta=weights[0], lambda_=weights[1]))
+    if name == "threshold":
+        if profile.kappa is None:
+            raise ConfigError(f"kappa is missing in profile {profile.name}; accepted: a profile with kappa per degree")
+        return ThresholdController(profile.kappa)
+    raise ConfigError(f"controller is {name!r}; accepted: lookahead, threshold")
+
+
+def _pull_settings(pulls: Pulls, profile: Profile) -> PullSettings | None:
+    if pulls is Pulls.NONE:
+        return None
+    slowest = min(profile.inter_node_bytes_per_s, profile.intra_node_bytes_per_s)
+    return PullSettings(
+        s_per_token=profile.kv_bytes_per_token / slowest,
+        latency_s=profile.copy_latency_s,
+        from_any_worker=pulls is Pulls.ANY,
+    )
 
 
 def simulate(
@@ -97,6 +146,7 @@ def simulate(
     composition = settings.composition or auto_composition(
         trace, profile, topology, slo=settings.slo, blocks_per_rank=blocks_per_rank
     )
+    is_ours = isinstance(policy, VertumnusPolicy)
     layout = lay_out(composition, topology)
     for degree in composition.degrees:
         if degree not in profile.degrees:
@@ -113,7 +163,10 @@ def simulate(
             discipline=settings.discipline,
             step_tokens=settings.step_tokens,
             max_sequence_tokens=profile.max_sequence_tokens,
+            replication=ReplicationSettings() if settings.has_replication and is_ours else None,
+            pull=_pull_settings(settings.pulls, profile),
         ),
+        controller=None if settings.is_fixed else make_controller(settings.controller, profile, policy),
     )
     pool = SimulatedPool(
         control_plane=control_plane,
@@ -130,6 +183,7 @@ def simulate(
     started = time.perf_counter()
     pool.run(prefill_requests(trace))
     wall_s = time.perf_counter() - started
+    copies = control_plane.num_copies
     kinds = [transition.operation.kind for transition in control_plane.transitions]
     return SimulationResult(
         policy=policy.name,
@@ -142,7 +196,8 @@ def simulate(
         latency=summarise(pool.records, _rejected_tokens(pool, trace, settings), settings.slo, settings.warmup_s),
         num_splits=kinds.count(OperationKind.SPLIT),
         num_merges=kinds.count(OperationKind.MERGE),
-        num_replications=sum(pool.num_copies.values()),
+        num_replications=copies[CopyReason.INTER_DEGREE] + copies[CopyReason.INTRA_DEGREE],
+        num_pulls=copies[CopyReason.RECONCILIATION] + copies[CopyReason.PULL],
         wall_s=wall_s,
         records=pool.records,
     )
