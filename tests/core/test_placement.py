@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from tests.builders import DEGREES, view
 from vertumnus.core.cost import Coefficients, CostModel
-from vertumnus.core.placement import VertumnusPolicy
+from vertumnus.core.placement import PaperPolicy
 from vertumnus.errors import ConfigError
 
 MODEL = CostModel.uniform(Coefficients(d=0.03, a=3e-5, b=3e-7, c=1e-5, alpha=6e-9), DEGREES)
-POLICIES = st.builds(VertumnusPolicy, beta=st.floats(1, 5), lambda_=st.floats(0, 2))
+POLICIES = st.builds(PaperPolicy, beta=st.floats(1, 5), lambda_=st.floats(0, 2))
 
 
 @st.composite
@@ -74,7 +74,7 @@ def test_the_preferred_degree_is_the_choice_without_load(columns, policy):
 
 @given(candidates(), st.floats(1, 5), st.floats(0, 2))
 def test_gpu_time_is_never_charged_to_the_smallest_degree(columns, beta, lambda_):
-    placement = VertumnusPolicy(beta, lambda_).place(view(input_tokens=20_000, cost_model=MODEL, **columns))
+    placement = PaperPolicy(beta, lambda_).place(view(input_tokens=20_000, cost_model=MODEL, **columns))
     smallest = np.array(columns["degrees"]) == min(columns["degrees"])
     np.testing.assert_allclose(placement.terms["gpu_time"][smallest], 0.0, atol=1e-9)
     assert (placement.terms["gpu_time"] >= -1e-9).all()
@@ -82,31 +82,31 @@ def test_gpu_time_is_never_charged_to_the_smallest_degree(columns, beta, lambda_
 
 def test_a_cache_miss_never_excludes_a_worker():
     busy_holder = view(degrees=(1, 1), reusable_tokens=(900, 0), outstanding_s=(1000.0, 0.0))
-    assert VertumnusPolicy().place(busy_holder).worker_id == 1
+    assert PaperPolicy().place(busy_holder).worker_id == 1
 
 
 def test_a_hit_that_saves_more_than_the_wait_costs_is_taken():
     # 900 cached tokens save 9 s of computing less 0.9 s of gathering.
-    assert VertumnusPolicy(beta=1).place(view(degrees=(1, 1), reusable_tokens=(900, 0), outstanding_s=(8, 0))).row == 0
-    assert VertumnusPolicy(beta=1).place(view(degrees=(1, 1), reusable_tokens=(900, 0), outstanding_s=(9, 0))).row == 1
+    assert PaperPolicy(beta=1).place(view(degrees=(1, 1), reusable_tokens=(900, 0), outstanding_s=(8, 0))).row == 0
+    assert PaperPolicy(beta=1).place(view(degrees=(1, 1), reusable_tokens=(900, 0), outstanding_s=(9, 0))).row == 1
 
 
 def test_a_higher_price_of_gpu_time_moves_a_request_to_a_smaller_degree():
-    choices = [VertumnusPolicy(1.0, price).place(view(degrees=(1, 8))).row for price in (0.0, 10.0)]
+    choices = [PaperPolicy(1.0, price).place(view(degrees=(1, 8))).row for price in (0.0, 10.0)]
     assert choices == [1, 0]
 
 
 def test_equal_workers_are_taken_in_order_of_their_id():
-    assert VertumnusPolicy().place(view(degrees=(2, 2, 2), worker_ids=(4, 7, 9))).worker_id == 4
+    assert PaperPolicy().place(view(degrees=(2, 2, 2), worker_ids=(4, 7, 9))).worker_id == 4
 
 
 @pytest.mark.parametrize("beta", [0.99, -1.0, float("nan"), float("inf")])
 def test_a_beta_below_one_is_refused(beta):
     with pytest.raises(ConfigError, match="beta is .*accepted: a number >= 1"):
-        VertumnusPolicy(beta=beta)
+        PaperPolicy(beta=beta)
 
 
 @pytest.mark.parametrize("lambda_", [-0.01, float("nan"), float("inf")])
 def test_a_negative_lambda_is_refused(lambda_):
     with pytest.raises(ConfigError, match="lambda is .*accepted: a number >= 0"):
-        VertumnusPolicy(lambda_=lambda_)
+        PaperPolicy(lambda_=lambda_)

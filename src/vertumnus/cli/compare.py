@@ -63,8 +63,8 @@ def command(
     vertumnus compare trace.jsonl.gz --policies vertumnus,min-ttft,preble --rates 12,15,18,20
     vertumnus compare trace.jsonl.gz --policies all --composition 10x4 --fixed --plot ttft.png --csv ttft.csv
     """
-    from vertumnus.sim.comparison_files import check_plot_path, write_csv, write_plot
     from vertumnus.workload.output import check_writable
+    from vertumnus.workload.plot_path import check_plot_path
 
     if rate is not None and rates is not None:
         raise ConfigError(f"rate is {rate} beside rates {rates!r}; accepted: one of the two")
@@ -72,10 +72,9 @@ def command(
     settings = [pool.settings(composition, source.seed) for composition in compositions]
     makers = [pool.policy(name) for name in policy_names(policies)]
     if plot is not None:
-        check_plot_path(plot)
-    for path in (plot, csv):
-        if path is not None:
-            check_writable(path, force=force)
+        check_plot_path(plot, force=force)
+    if csv is not None:
+        check_writable(csv, force=force)
     profile = pool.load_profile()
     traces = source.read(seeds)
     warn(traces[0].warnings)
@@ -93,6 +92,8 @@ def command(
             jobs=jobs or os.cpu_count() or 1,
             on_progress=show,
         )
+    from vertumnus.sim.comparison_files import write_csv, write_plot
+
     entries = [cell.to_json() for cell in cells]
     title = f"{traces[0].name}, {settings[0].num_gpus} GPUs, {profile.name}" + (f", {seeds} seeds" * (seeds > 1))
     if plot is not None:

@@ -77,6 +77,8 @@ class PoolOptions:
     node_gpus: int
     fixed: bool
     no_replication: bool
+    controller: str
+    pulls: str
     kv_blocks: int | None
     queue: str
     step_tokens: int | None
@@ -98,7 +100,7 @@ class PoolOptions:
         from vertumnus.core.composition import Composition, Topology, lay_out
         from vertumnus.core.queueing import Discipline
         from vertumnus.sim.metrics import Slo
-        from vertumnus.sim.simulate import SimulationSettings
+        from vertumnus.sim.simulate import Pulls, SimulationSettings
 
         num_gpus = self.gpus or DEFAULT_NUM_GPUS
         chosen = None if composition == "auto" else Composition.parse(composition)
@@ -110,6 +112,8 @@ class PoolOptions:
             composition=chosen,
             is_fixed=self.fixed,
             has_replication=not self.no_replication,
+            controller=self.controller,
+            pulls=Pulls(self.pulls),
             discipline=Discipline(self.queue),
             step_tokens=self.step_tokens,
             blocks_per_rank=self.kv_blocks,
@@ -155,6 +159,20 @@ _POOL_OPTIONS = (
     ),
     click.option("--fixed", is_flag=True, help="No controller: the composition stays."),
     click.option("--no-replication", is_flag=True, help="No copies of hot prefixes between workers."),
+    click.option(
+        "--controller",
+        type=click.Choice(["lookahead", "threshold"]),
+        default="lookahead",
+        show_default=True,
+        help="What adapts the composition: ours, or the paper's.",
+    ),
+    click.option(
+        "--pulls",
+        type=click.Choice(["none", "pending", "any"]),
+        default="pending",
+        show_default=True,
+        help="Blocks that a request may have copied in: none, what a split took away, or any worker's.",
+    ),
     click.option("--kv-blocks", type=click.IntRange(1), help="KV blocks per GPU (default: the profile's capacity)."),
     click.option(
         "--queue",

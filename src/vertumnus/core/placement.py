@@ -104,8 +104,8 @@ def choose(view: PlacementView, cost: FloatArray, reason: str, **terms: FloatArr
 
 
 @dataclass(frozen=True, slots=True)
-class VertumnusPolicy:
-    """The paper's placement cost.
+class PaperPolicy:
+    """The paper's placement cost, with constant weights.
 
     J = q + beta*s + lambda*(C*s - C_min*E_Cmin(R, P)), the third term being the GPU seconds that a candidate takes
     beyond what the smallest degree would take for the same R and P.
@@ -115,7 +115,7 @@ class VertumnusPolicy:
 
     beta: float = 2.0
     lambda_: float = 0.3
-    name: str = "vertumnus"
+    name: str = "paper"
 
     def __post_init__(self) -> None:
         if not 1 <= self.beta < np.inf:
@@ -124,17 +124,43 @@ class VertumnusPolicy:
             raise ConfigError(f"lambda is {self.lambda_!r}; accepted: a number >= 0")
 
     def place(self, view: PlacementView) -> Placement:
-        service = self.beta * view.service_s
-        gpu_time = self.lambda_ * (view.degrees * view.service_s - view.smallest_degree * view.smallest_service_s)
-        load_free = service + gpu_time
-        placement = choose(
-            view,
-            view.load_s + load_free,
-            "least J",
-            wait=view.wait_s,
-            delay=view.delay_s,
-            service=service,
-            gpu_time=gpu_time,
-        )
-        placement.preferred_degree = int(view.degrees[load_free.argmin()])
-        return placement
+        return _least_j(view, self.beta, self.lambda_)
+
+
+@dataclass(frozen=True, slots=True)
+class VertumnusPolicy:
+    """The paper's placement cost at a price that follows scarcity.
+
+    J as in `PaperPolicy`, but a request only takes something from others while others wait. With x the number of
+    waiting requests per worker, at most 1, the weights are 1 + (beta - 1)*x and lambda*x: an idle pool serves every
+    request as fast as it can, a full one as cheaply as it can.
+    """
+
+    beta: float = 3.0
+    lambda_: float = 0.5
+    name: str = "vertumnus"
+
+    def __post_init__(self) -> None:
+        PaperPolicy(self.beta, self.lambda_)
+
+    def place(self, view: PlacementView) -> Placement:
+        num_waiting = float(np.maximum(view.num_outstanding - 1, 0).sum())
+        scarcity = min(1.0, num_waiting / view.num_outstanding.size)
+        return _least_j(view, 1.0 + (self.beta - 1.0) * scarcity, self.lambda_ * scarcity)
+
+
+def _least_j(view: PlacementView, beta: float, lambda_: float) -> Placement:
+    service = beta * view.service_s
+    gpu_time = lambda_ * (view.degrees * view.service_s - view.smallest_degree * view.smallest_service_s)
+    load_free = service + gpu_time
+    placement = choose(
+        view,
+        view.load_s + load_free,
+        "least J",
+        wait=view.wait_s,
+        delay=view.delay_s,
+        service=service,
+        gpu_time=gpu_time,
+    )
+    placement.preferred_degree = int(view.degrees[load_free.argmin()])
+    return placement

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vertumnus.core.cost import FloatArray
-from vertumnus.core.placement import Placement, PlacementPolicy, PlacementView, VertumnusPolicy, choose
+from vertumnus.core.placement import PaperPolicy, Placement, PlacementPolicy, PlacementView, VertumnusPolicy, choose
 from vertumnus.errors import ConfigError
 
 
@@ -188,6 +188,7 @@ class ShortestTTFT:
 
 POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
     "vertumnus": VertumnusPolicy,
+    "paper": PaperPolicy,
     "round-robin": RoundRobin,
     "least-loaded": LeastLoaded,
     "cache-first": CacheFirst,

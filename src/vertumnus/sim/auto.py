@@ -27,6 +27,9 @@ ROLLOUT_REQUESTS = 12_000
 MAX_ENUMERATED_NODES = 5
 """Pools up to this size are searched in full, larger ones among the scaled compositions of this many nodes."""
 
+SHORTLIST_REQUESTS, SHORTLIST_COMPOSITIONS = 2_000, 40
+"""Arrivals that choose a shortlist, and its length."""
+
 ROLLOUT_BETA, ROLLOUT_LAMBDA = 2.0, 0.3
 
 
@@ -103,16 +106,35 @@ def _can_be_laid_out(composition: Composition, topology: Topology) -> bool:
 def by_rollout(
     choices: Sequence[Composition], arrivals: Arrivals, profile: Profile, *, num_best: int = 1
 ) -> list[tuple[Composition, float]]:
-    """The compositions of least predicted mean TTFT (seconds), best first."""
+    """The compositions of least predicted mean TTFT (seconds), best first.
+
+    The first arrivals choose a shortlist, on which all of them then decide.
+    """
+    shortlist = [choices[row] for row in _ranked(choices, _first(arrivals, SHORTLIST_REQUESTS), profile)[0]]
+    shortlist = shortlist[: max(SHORTLIST_COMPOSITIONS, num_best)]
+    order, mean_s = _ranked(shortlist, arrivals, profile)
+    return [(shortlist[row], mean_s[row]) for row in order[:num_best]]
+
+
+def _ranked(
+    choices: Sequence[Composition], arrivals: Arrivals, profile: Profile
+) -> tuple[list[int], list[float]]:
+    """(rows of the compositions, best first; predicted mean TTFT by row)."""
     steps = rollout_ttft_s(choices, arrivals, profile.cost_model(), beta=ROLLOUT_BETA, lambda_=ROLLOUT_LAMBDA)
     while True:
         try:
             next(steps)
         except StopIteration as end:
             mean_s: FloatArray = end.value.mean(axis=0)
-            break
-    order = np.argsort(mean_s, kind="stable")[:num_best].tolist()
-    return [(choices[row], float(mean_s[row])) for row in order]
+            return np.argsort(mean_s, kind="stable").tolist(), mean_s.tolist()
+
+
+def _first(arrivals: Arrivals, num_requests: int) -> Arrivals:
+    return Arrivals(
+        arrival_s=arrivals.arrival_s[:num_requests],
+        input_tokens=arrivals.input_tokens[:num_requests],
+        prefix_tokens=arrivals.prefix_tokens[:num_requests],
+    )
 
 
 def by_capacity(

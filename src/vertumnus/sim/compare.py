@@ -9,12 +9,13 @@ from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
+from vertumnus.core.composition import Composition
 from vertumnus.core.placement import PlacementPolicy, VertumnusPolicy
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.errors import ConfigError
 from vertumnus.sim.metrics import RequestRecords
-from vertumnus.sim.simulate import SimulationResult, SimulationSettings, simulate
+from vertumnus.sim.simulate import SimulationResult, SimulationSettings, chosen_composition, simulate
 from vertumnus.workload.trace import Trace
 
 PolicyMaker = Callable[[], PlacementPolicy]
@@ -115,6 +116,7 @@ def run_cells(
         for index in range(len(traces))
     ]
     indices = [index for _ in cells for index in range(len(traces))]
+    tasks = _with_compositions(tasks, indices, traces, profile)
     results: list[SimulationResult | None] = [None] * len(tasks)
     runs = _in_processes if min(jobs, len(tasks)) > 1 else _in_this_process
     for num_done, (position, result) in enumerate(runs(tasks, indices, traces, profile, jobs), 1):
@@ -128,10 +130,29 @@ def run_cells(
     ]
 
 
+def _with_compositions(
+    tasks: Sequence[Cell], indices: Sequence[int], traces: Sequence[Trace], profile: Profile
+) -> list[Cell]:
+    """The tasks with `auto` resolved, once for all policies that share traffic and pool."""
+    known: dict[tuple[object, ...], Composition] = {}
+    resolved = []
+    for task, index in zip(tasks, indices, strict=True):
+        settings = task.settings
+        if settings.composition is None:
+            key = (index, task.rate_per_s, settings.num_gpus, settings.node_gpus, settings.blocks_per_rank, settings.slo)
+            if key not in known:
+                known[key] = chosen_composition(_traffic(task, traces[index]), profile, settings)
+            task = replace(task, settings=replace(settings, composition=known[key]))
+        resolved.append(task)
+    return resolved
+
+
+def _traffic(task: Cell, trace: Trace) -> Trace:
+    return trace if task.rate_per_s is None else trace.rescaled(task.rate_per_s)
+
+
 def _run(task: Cell, trace: Trace, profile: Profile) -> SimulationResult:
-    if task.rate_per_s is not None:
-        trace = trace.rescaled(task.rate_per_s)
-    result = simulate(trace, profile, task.make_policy(), task.settings)
+    result = simulate(_traffic(task, trace), profile, task.make_policy(), task.settings)
     return replace(result, records=RequestRecords())
 
 

@@ -11,8 +11,8 @@ from vertumnus.core.control_plane import ControlPlane, ControlPlaneSettings
 from vertumnus.core.controller import Controller
 from vertumnus.core.events import CopyReason
 from vertumnus.core.index.replication import ReplicationSettings
-from vertumnus.core.lookahead_controller import LookaheadController, LookaheadSettings
-from vertumnus.core.placement import PlacementPolicy, VertumnusPolicy
+from vertumnus.core.lookahead_controller import LookaheadController
+from vertumnus.core.placement import PaperPolicy, PlacementPolicy, VertumnusPolicy
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.queueing import Discipline
@@ -104,11 +104,10 @@ class SimulationResult:
         return document | {"rate_per_s": round(self.rate_per_s, 6)} | asdict(self.latency) | {"wall_s": self.wall_s}
 
 
-def make_controller(name: str, profile: Profile, policy: PlacementPolicy) -> Controller:
+def make_controller(name: str, profile: Profile) -> Controller:
     """A fresh controller by name: `lookahead` (ours) or `threshold` (the paper's)."""
     if name == "lookahead":
-        weights = (policy.beta, policy.lambda_) if isinstance(policy, VertumnusPolicy) else (1.0, 0.0)
-        return LookaheadController(profile.cost_model(), LookaheadSettings(beta=weights[0], lambda_=weights[1]))
+        return LookaheadController(profile.cost_model())
     if name == "threshold":
         if profile.kappa is None:
             raise ConfigError(f"kappa is missing in profile {profile.name}; accepted: a profile with kappa per degree")
@@ -143,10 +142,8 @@ def simulate(
         policy = make_policy(policy)
     topology = Topology(settings.num_gpus, settings.node_gpus)
     blocks_per_rank = settings.blocks_per_rank or profile.kv_capacity_blocks(trace.block_tokens)
-    composition = settings.composition or auto_composition(
-        trace, profile, topology, slo=settings.slo, blocks_per_rank=blocks_per_rank
-    )
-    is_ours = isinstance(policy, VertumnusPolicy)
+    composition = chosen_composition(trace, profile, settings)
+    is_ours = isinstance(policy, VertumnusPolicy | PaperPolicy)
     layout = lay_out(composition, topology)
     for degree in composition.degrees:
         if degree not in profile.degrees:
@@ -166,7 +163,7 @@ def simulate(
             replication=ReplicationSettings() if settings.has_replication and is_ours else None,
             pull=_pull_settings(settings.pulls, profile),
         ),
-        controller=None if settings.is_fixed else make_controller(settings.controller, profile, policy),
+        controller=None if settings.is_fixed else make_controller(settings.controller, profile),
     )
     pool = SimulatedPool(
         control_plane=control_plane,
@@ -200,6 +197,19 @@ def simulate(
         num_pulls=copies[CopyReason.RECONCILIATION] + copies[CopyReason.PULL],
         wall_s=wall_s,
         records=pool.records,
+    )
+
+
+def chosen_composition(trace: Trace, profile: Profile, settings: SimulationSettings) -> Composition:
+    """The composition that a run starts with: the one given, or what `auto` makes of the trace."""
+    if settings.composition is not None:
+        return settings.composition
+    return auto_composition(
+        trace,
+        profile,
+        Topology(settings.num_gpus, settings.node_gpus),
+        slo=settings.slo,
+        blocks_per_rank=settings.blocks_per_rank or profile.kv_capacity_blocks(trace.block_tokens),
     )
 
 

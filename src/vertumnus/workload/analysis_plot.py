@@ -6,18 +6,16 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from vertumnus.errors import ConfigError
 from vertumnus.workload.analysis import Analysis, Window
 from vertumnus.workload.output import replacing
+from vertumnus.workload.plot_path import check_plot_path
 
-SUFFIXES = (".png", ".svg", ".pdf")
 REQUESTS, TOKENS, IDEAL, FINITE = "#1f5a7a", "#c8642b", "#3f7d4e", "#8a6fb0"
 
 
 def plot(analysis: Analysis, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Writes the figure page as PNG, SVG or PDF, by suffix. Raises ConfigError if the path exists without `force`."""
-    if not str(path).lower().endswith(SUFFIXES):
-        raise ConfigError(f"plot path is {str(path)!r}; accepted: a name that ends in {', '.join(SUFFIXES)}")
+    check_plot_path(path, force=force)
     # A fixed salt and no date: equal analyses give equal files.
     with matplotlib.rc_context({"svg.hashsalt": "vertumnus"}), replacing(path, force=force) as temporary:
         figure = _page(analysis)
