@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from tests.builders import BLOCK_TOKENS, play, request, simulated_pool
 from vertumnus.core.composition import compositions
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window
+from vertumnus.core.index import ReplicationSettings
 from vertumnus.core.policies import POLICIES
 from vertumnus.core.queueing import Discipline
+from vertumnus.core.reconciliation import PullSettings
 from vertumnus.core.reconfiguration import ReconfigurationSettings
 from vertumnus.core.requests import PrefillRequest
 from vertumnus.sim.pool import Failure, SimulatedPool
@@ -44,6 +46,13 @@ class RandomTargets:
         return Proposal(found[self._draws.pop() % len(found)], (), Reason.BETTER_COMPOSITION, {})
 
 
+# Copies and reclaims for the slightest reason, so that small runs have many.
+EAGER_REPLICATION = ReplicationSettings(
+    theta_inter_s=0.0, theta_intra=0.5, theta_reclaim=0.4, grace_s=0.0, pressure_ratio=0.1, max_intake_ratio=1.0
+)
+PULLS = tuple(PullSettings(s_per_token=0.001, latency_s=0.1, from_any_worker=is_any) for is_any in (False, True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
     """Everything that a run of a pool is made of."""
@@ -59,6 +68,8 @@ class Scenario:
     failures: tuple[Failure, ...]
     targets: tuple[int, ...]
     drain_timeout_s: float
+    is_replicating: bool
+    pull: PullSettings | None
 
     def pool(self, seed: int = 0) -> SimulatedPool:
         """A fresh pool for this scenario."""
@@ -74,6 +85,9 @@ class Scenario:
             controller=RandomTargets(self.targets) if self.targets else None,
             window_s=1.3,
             reconfiguration=ReconfigurationSettings(drain_timeout_s=self.drain_timeout_s),
+            replication=EAGER_REPLICATION if self.is_replicating else None,
+            scan_interval_s=0.7,
+            pull=self.pull,
             seed=seed,
         )
 
@@ -119,4 +133,6 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         failures=draw(failures_of(_COMPOSITIONS[composition])),
         targets=draw(st.lists(st.integers(0, 1000), max_size=8).map(tuple)),
         drain_timeout_s=draw(st.sampled_from([0.4, 60.0])),
+        is_replicating=draw(st.booleans()),
+        pull=draw(st.sampled_from([None, *PULLS])),
     )

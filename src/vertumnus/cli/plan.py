@@ -73,13 +73,13 @@ def command(
         return
     print_table(
         f"{trace.name}, {profile.name}: {plan.composition} on {plan.num_gpus} GPUs",
-        ("pool", "GPUs", "composition", "capacity s/s", "mean TTFT s", "P90", "P99", "SLO (by tokens)", "token hit"),
+        ("pool", "GPUs", "composition", "least headroom", "mean TTFT s", "P90", "P99", "SLO (by tokens)", "token hit"),
         [
             [
                 entry["role"],
                 f"{entry['num_gpus']}",
                 entry["composition"],
-                f"{entry['capacity_s_per_s']:.2f}",
+                percent(entry["min_headroom_ratio"]),
                 *(seconds(entry[name]) for name in ("mean_ttft_s", "p90_ttft_s", "p99_ttft_s")),
                 percent(entry["slo_attainment_ratio"]),
                 percent(entry["token_hit_ratio"]),

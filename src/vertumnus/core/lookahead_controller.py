@@ -1,17 +1,17 @@
-"""A controller that replays recent traffic through other compositions and goes where it would have been served better.
+"""A controller that lets other compositions shadow the traffic and goes where it would have been served better.
 
 Thresholds on demand over capacity say that something is wrong, not what would be right; so far from the right
-composition they are slow, and near it they fidget. Here every window ends with a rollout (`core.rollout`) of the
-recent arrivals, and of what is queued, through all compositions: the target is the one of least mean TTFT, however many
-operations away.
+composition they are slow, and near it they fidget. Here every window's arrivals are replayed through shadows of other
+compositions (`core.rollout`): the target is the one of least mean TTFT, however many operations away.
 
-What keeps it calm: all compositions are judged on the same arrivals; the gain must exceed a margin, a small one for
-several windows in a row; the sample reaches back as long as the traffic has not changed; and a composition that was
-left is not returned to while the traffic is as it was then. So under any constant load each composition is entered at
-most once, and transitions come to an end.
+What keeps it calm: all compositions are judged on the same arrivals, over as long as the traffic has not changed, so
+that evidence adds up; the gain must exceed a margin and, unless it is large, stand out from chance; and under the same
+traffic no composition is entered more than twice. When the traffic changes, all compositions start anew; as evidence
+comes in, those that are clearly worse are dropped, which also bounds the work.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from vertumnus.core.composition import Composition, compositions
 from vertumnus.core.controller import Arrivals, PoolState, Proposal, Reason, Window
 from vertumnus.core.cost import CostModel, FloatArray
-from vertumnus.core.rollout import rollout_ttft_s
+from vertumnus.core.rollout import Shadows, finish
 from vertumnus.core.topology import Topology
 from vertumnus.errors import ConfigError
 
@@ -28,202 +28,223 @@ from vertumnus.errors import ConfigError
 class LookaheadSettings:
     """Patience and memory of the controller."""
 
-    beta: float = 2.0
-    lambda_: float = 0.3
-    """Weights of J in the rollouts; those of the placement policy."""
     min_gain_ratio: float = 0.05
     """Share of the predicted mean TTFT that another composition must save."""
-    urgent_gain_ratio: float = 0.25
+    urgent_gain_ratio: float = 0.5
     """Gain at which a single window is reason enough."""
-    persistence: int = 2
-    """Evaluations in a row that must promise a smaller gain."""
-    calm_windows: int = 3
-    """Windows between two evaluations while nothing calls for one sooner."""
-    near_operations: int = 3
-    """Splits and merges up to which a composition is looked at in every evaluation; farther ones only in need."""
-    max_windows: int = 15
-    """How far back the sample reaches at most."""
-    max_requests: int = 2000
-    """Most arrivals replayed."""
-    change_sigmas: float = 4.0
+    min_windows: int = 4
+    """Windows of the same traffic before a smaller gain counts."""
+    gain_sigmas: float = 4.0
+    """Standard errors by which a smaller gain must stand out (windows near saturation are far from independent)."""
+    half_life_windows: float = 30.0
+    """Age at which a window's evidence weighs half."""
+    change_sigmas: float = 5.0
     """Standard errors by which rate or work per request must differ from before to count as other traffic."""
-    same_traffic_ratio: float = 0.15
-    """Relative difference in work per second up to which traffic counts as the same."""
+    recent_windows: int = 6
+    """Windows that are compared with all before them, beside the last one alone, to see a slower change."""
+    max_shadows: int = 24
+    """Compositions followed once the first window has ranked them all."""
 
     def __post_init__(self) -> None:
         for name in ("min_gain_ratio", "urgent_gain_ratio"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: above 0 and below 1")
-        for name in ("persistence", "calm_windows", "near_operations", "max_windows", "max_requests"):
+        for name in ("min_windows", "recent_windows", "max_shadows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 1 or more")
-        for name in ("change_sigmas", "same_traffic_ratio"):
+        for name in ("gain_sigmas", "half_life_windows", "change_sigmas"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: above 0")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sample:
-    """One window's arrivals with their work, E_1(R, P), in GPU seconds."""
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """One window in numbers: its length, and the sums over its arrivals of 1, w and w^2 with w = E_1(L, 0).
+
+    Cold work, since reuse depends on what the controller does.
+    """
 
     duration_s: float
-    arrivals: Arrivals
-    work_s: FloatArray
+    num_requests: int
+    work_s: float
+    work_squared_s2: float
 
 
 @dataclass(slots=True)
 class LookaheadController:
-    """Proposes the composition that a rollout of recent traffic likes best. See the module's text."""
+    """Proposes the composition whose shadow serves the traffic best. See the module's text."""
 
     cost_model: CostModel
     settings: LookaheadSettings = LookaheadSettings()
-    _samples: deque[_Sample] = field(default_factory=deque)
-    _left: dict[Composition, float] = field(default_factory=dict)
-    """Compositions that were left, with the work per second at that time."""
-    _num_wanted: int = 0
-    _num_windows_to_wait: int = 0
-    _known: tuple[Topology, tuple[Composition, ...]] | None = None
+    _traffic: deque[_Traffic] = field(default_factory=lambda: deque(maxlen=180))
+    _shadows: Shadows | None = None
+    _ttft_sums_s: list[FloatArray] = field(default_factory=list)
+    """Per window since the traffic changed, the summed TTFT of its arrivals in every shadow."""
+    _counts: list[int] = field(default_factory=list)
+    _entered: Counter[Composition] = field(default_factory=Counter)
+    _topology: Topology | None = None
 
     def observe(self, window: Window, state: PoolState) -> Proposal | None:
-        """A target of less predicted mean TTFT, or None. Takes some 10 to 100 ms where it looks farther than near by."""
-        has_changed = self._remember(window)
-        sample = self._sample(state)
-        self._num_windows_to_wait -= 1
-        is_needed = has_changed or len(state.queued) > 2 * state.composition.num_workers
-        if len(sample) == 0 or state.in_transition or (self._num_windows_to_wait > 0 and not is_needed):
-            return None
-        current = state.composition
-        work_s_per_s = self._work_s_per_s()
-        reach = None if is_needed else self.settings.near_operations
-        near = self._candidates(state, work_s_per_s, reach)
-        best, gain_ratio, mean_ttft_s = self._best(current, near, sample)
-        if gain_ratio >= self.settings.urgent_gain_ratio and not is_needed:
-            best, gain_ratio, mean_ttft_s = self._best(current, self._candidates(state, work_s_per_s, None), sample)
-        if gain_ratio < self.settings.min_gain_ratio:
-            self._num_wanted = 0
-            self._num_windows_to_wait = self.settings.calm_windows
-            return None
-        self._num_wanted += 1
-        is_urgent = gain_ratio >= self.settings.urgent_gain_ratio
-        self._num_windows_to_wait = 1 if is_urgent else self.settings.calm_windows
-        if not is_urgent and self._num_wanted < self.settings.persistence:
-            return None
-        self._num_wanted = 0
-        self._left[current] = work_s_per_s
-        return Proposal(
-            best,
-            (),
-            Reason.BETTER_COMPOSITION,
-            {
-                "mean_ttft_s": mean_ttft_s,
-                "target_mean_ttft_s": mean_ttft_s * (1 - gain_ratio),
-                "num_requests": float(len(sample)),
-                "work_s_per_s": work_s_per_s,
-            },
-        )
+        """A target of less predicted mean TTFT, or None.
 
-    def _best(
-        self, current: Composition, others: list[Composition], sample: Arrivals
-    ) -> tuple[Composition, float, float]:
-        """(composition of least mean TTFT, share of the current one's mean that it saves, the current one's mean)."""
-        mean_ttft_s = self._mean_ttft_s([current, *others], sample)
-        best = int(mean_ttft_s.argmin())
-        gain_ratio = 1.0 - float(mean_ttft_s[best] / mean_ttft_s[0])
-        return [current, *others][best], gain_ratio, float(mean_ttft_s[0])
+        Costs some microseconds per arrival; a window in which the traffic changed, tens of milliseconds.
+        """
+        has_changed = self._remember(window)
+        current = state.composition
+        arrivals = window.arrivals
+        is_known = self._shadows is not None and current in self._shadows.compositions
+        if has_changed or not is_known or state.topology != self._topology:
+            self._start_anew(state)
+            arrivals = _with_queued(state.queued, arrivals)
+        if len(arrivals) == 0 or self._shadows is None:
+            return None
+        self._ttft_sums_s.append(finish(self._shadows.replay(arrivals)).sum(axis=0))
+        self._counts.append(len(arrivals))
+        row = self._shadows.compositions.index(current)
+        mean_ttft_s = self._mean_ttft_s()
+        # Under the same traffic a composition that was entered twice is not entered a third time.
+        spent = [index != row and self._entered[each] >= 2 for index, each in enumerate(self._shadows.compositions)]
+        best = int(np.where(spent, np.inf, mean_ttft_s).argmin())
+        gain_ratio = 1.0 - float(mean_ttft_s[best] / mean_ttft_s[row])
+        proposal = None
+        if not state.in_transition and self._is_worth_it(row, best, gain_ratio):
+            target = self._shadows.compositions[best]
+            self._entered[target] += 1
+            proposal = Proposal(
+                target,
+                (),
+                Reason.BETTER_COMPOSITION,
+                {
+                    "mean_ttft_s": float(mean_ttft_s[row]),
+                    "target_mean_ttft_s": float(mean_ttft_s[best]),
+                    "num_requests": float(sum(self._counts)),
+                    "num_windows": float(len(self._counts)),
+                },
+            )
+        self._drop_hopeless(mean_ttft_s, keep=(row, best))
+        return proposal
+
+    def _is_worth_it(self, row: int, best: int, gain_ratio: float) -> bool:
+        settings = self.settings
+        if best == row or gain_ratio < settings.min_gain_ratio:
+            return False
+        if gain_ratio >= settings.urgent_gain_ratio:
+            return True
+        return len(self._counts) >= settings.min_windows and self._sigmas(row, best) >= settings.gain_sigmas
+
+    def _weights(self) -> FloatArray:
+        """What each window's evidence weighs: its arrivals, halved with every half-life of age."""
+        age = np.arange(len(self._counts))[::-1]
+        weights: FloatArray = np.array(self._counts) * 0.5 ** (age / self.settings.half_life_windows)
+        return weights
+
+    def _mean_ttft_s(self) -> FloatArray:
+        weights = self._weights()
+        means = np.array(self._ttft_sums_s) / np.array(self._counts)[:, None]
+        mean_ttft_s: FloatArray = weights @ means / weights.sum()
+        return mean_ttft_s
+
+    def _sigmas(self, worse: int, better: int) -> float:
+        """Standard errors by which two shadows' means differ, from the differences window by window."""
+        weights = self._weights()
+        weights = weights / weights.sum()
+        sums = np.array(self._ttft_sums_s)
+        differences = (sums[:, worse] - sums[:, better]) / np.array(self._counts)
+        mean = float(weights @ differences)
+        variance = float((weights**2) @ (differences - mean) ** 2)
+        return mean / max(np.sqrt(variance), 1e-12)
+
+    def _drop_hopeless(self, mean_ttft_s: FloatArray, keep: Sequence[int]) -> None:
+        """Follows the best `max_shadows` compositions only, later those alone that may still turn out best."""
+        assert self._shadows is not None
+        order = np.argsort(mean_ttft_s, kind="stable")[: self.settings.max_shadows].tolist()
+        rows = sorted({*order, *keep})
+        if len(self._counts) >= 2 * self.settings.min_windows:
+            best = int(mean_ttft_s.argmin())
+            hopeless = {
+                row
+                for row in rows
+                if mean_ttft_s[row] > 1.1 * mean_ttft_s[best] and self._sigmas(row, best) > self.settings.gain_sigmas
+            }
+            rows = [row for row in rows if row in keep or row not in hopeless]
+        if len(rows) < len(mean_ttft_s):
+            self._shadows.keep(rows)
+            self._ttft_sums_s = [sums[rows] for sums in self._ttft_sums_s]
+
+    def _start_anew(self, state: PoolState) -> None:
+        """Shadows of everything that could be gone to; what was learnt under other traffic is forgotten."""
+        self._topology = state.topology
+        current = state.composition
+        others = [each for each in candidate_compositions(state) if each != current and state.admits(each)]
+        self._shadows = Shadows([current, *others], self.cost_model)
+        self._ttft_sums_s.clear()
+        self._counts.clear()
+        self._entered.clear()
 
     def _remember(self, window: Window) -> bool:
-        """Appends a window to the history; traffic that has changed (True) ends the history before it."""
-        arrivals = window.arrivals
-        work_s = self.cost_model.for_degrees((1,)).prefill_s(
-            arrivals.input_tokens - arrivals.prefix_tokens, arrivals.prefix_tokens
-        )
-        sample = _Sample(window.duration_s, arrivals, work_s)
-        has_changed = self._has_changed(sample)
-        if has_changed:
-            self._samples.clear()
-        self._samples.append(sample)
-        num_requests = sum(len(each.arrivals) for each in self._samples)
-        while len(self._samples) > 1 and (
-            len(self._samples) > self.settings.max_windows
-            or num_requests - len(self._samples[0].arrivals) >= self.settings.max_requests
-        ):
-            num_requests -= len(self._samples.popleft().arrivals)
-        return has_changed
-
-    def _has_changed(self, sample: _Sample) -> bool:
-        """Whether arrival rate or mean work of a window lie outside what chance makes of the history's."""
-        if not self._samples:
-            return False
-        duration_s = sum(each.duration_s for each in self._samples)
-        work_s = np.concatenate([each.work_s for each in self._samples])
-        before, now = len(work_s), len(sample.work_s)
-        ratio = sample.duration_s / duration_s
-        # Both counts are Poisson: the variance of their (scaled) difference is the sum of both.
-        if abs(now - before * ratio) > self.settings.change_sigmas * np.sqrt(now + before * ratio**2 + 1):
-            return True
-        if before < 2 or now < 2:
-            return False
-        error_s = np.sqrt(work_s.var() / before + sample.work_s.var() / now)
-        return bool(abs(work_s.mean() - sample.work_s.mean()) > self.settings.change_sigmas * error_s)
-
-    def _work_s_per_s(self) -> float:
-        return float(sum(each.work_s.sum() for each in self._samples) / sum(each.duration_s for each in self._samples))
-
-    def _may_enter(self, composition: Composition, work_s_per_s: float) -> bool:
-        left_at = self._left.get(composition)
-        if left_at is None:
-            return True
-        if abs(work_s_per_s - left_at) > self.settings.same_traffic_ratio * left_at:
-            del self._left[composition]
-            return True
+        """Appends a window to the history of the traffic; a change (True) ends the history before it."""
+        work_s = self.cost_model.for_degrees((self.cost_model.degrees[0],)).prefill_s(window.arrivals.input_tokens, 0.0)
+        traffic = _Traffic(window.duration_s, len(work_s), float(work_s.sum()), float((work_s**2).sum()))
+        self._traffic.append(traffic)
+        history = list(self._traffic)
+        for num_recent in (1, self.settings.recent_windows):
+            before, recent = history[:-num_recent], history[-num_recent:]
+            if before and self._differ(before, recent):
+                self._traffic.clear()
+                self._traffic.extend(recent)
+                return True
         return False
 
-    def _candidates(self, state: PoolState, work_s_per_s: float, reach: int | None) -> list[Composition]:
-        """What could be gone to: at most `reach` operations away, and not left before under such traffic."""
-        if self._known is None or self._known[0] != state.topology:
-            self._known = (state.topology, compositions(state.topology, state.degrees))
-        current = state.composition
-        return [
-            each
-            for each in self._known[1]
-            if each != current
-            and (reach is None or _num_operations(current, each) <= reach)
-            and state.admits(each)
-            and self._may_enter(each, work_s_per_s)
-        ]
-
-    def _sample(self, state: PoolState) -> Arrivals:
-        """Queued requests first, then the recent arrivals, all on the arrivals' clock."""
-        recent = [each.arrivals for each in self._samples]
-        start_s = next((float(each.arrival_s[0]) for each in recent if len(each)), 0.0)
-        parts = [state.queued, *recent]
-        arrival_s = np.concatenate([np.full(len(state.queued), start_s), *(each.arrival_s for each in recent)])
-        last = len(state.queued) + self.settings.max_requests
-        return Arrivals(
-            arrival_s=arrival_s[:last],
-            input_tokens=np.concatenate([each.input_tokens for each in parts])[:last],
-            prefix_tokens=np.concatenate([each.prefix_tokens for each in parts])[:last],
-        )
-
-    def _mean_ttft_s(self, candidates: list[Composition], sample: Arrivals) -> FloatArray:
-        rollout = rollout_ttft_s(
-            candidates, sample, self.cost_model, beta=self.settings.beta, lambda_=self.settings.lambda_
-        )
-        while True:
-            try:
-                next(rollout)
-            except StopIteration as finished:
-                ttft_s: FloatArray = finished.value
-                return ttft_s.mean(axis=0)
+    def _differ(self, before: Sequence[_Traffic], recent: Sequence[_Traffic]) -> bool:
+        """Whether arrival rate or mean work of some windows lie outside what chance makes of those before."""
+        sigmas = self.settings.change_sigmas
+        duration_before_s, duration_s = (sum(each.duration_s for each in part) for part in (before, recent))
+        num_before, num_recent = (sum(each.num_requests for each in part) for part in (before, recent))
+        scale = duration_s / duration_before_s
+        # Both counts are Poisson: the variance of the scaled difference is the sum of both.
+        if abs(num_recent - num_before * scale) > sigmas * np.sqrt(num_recent + num_before * scale**2 + 1):
+            return True
+        if num_before < 2 or num_recent < 2:
+            return False
+        means, errors = [], []
+        for part, num_requests in ((before, num_before), (recent, num_recent)):
+            mean = sum(each.work_s for each in part) / num_requests
+            means.append(mean)
+            errors.append((sum(each.work_squared_s2 for each in part) / num_requests - mean**2) / num_requests)
+        return bool(abs(means[0] - means[1]) > sigmas * np.sqrt(max(sum(errors), 0.0)))
 
 
-def _num_operations(start: Composition, end: Composition) -> int:
-    """Splits and merges between two compositions by their counts alone, from the largest degree down."""
-    degree = max(start.degrees[-1], end.degrees[-1])
-    num_operations = splits = 0
-    while degree > 1:
-        # Workers of this degree that must go, those that come from splits above included.
-        splits = start.count(degree) + 2 * splits - end.count(degree)
-        num_operations += abs(splits)
-        degree //= 2
-    return num_operations
+def candidate_compositions(state: PoolState, max_nodes: int = 6) -> list[Composition]:
+    """The compositions that a controller looks at: all of them in a small pool.
+
+    A large pool has too many, and its best one differs little from the best blend of a few nodes: there it is the
+    compositions of five nodes, multiplied, with the nodes left over like the most common worker.
+    """
+    topology = state.topology
+    num_nodes = len(topology.nodes)
+    if num_nodes <= max_nodes or len(topology.live_ranks) < topology.num_gpus:
+        return list(compositions(topology, state.degrees))
+    num_few = 5
+    few = Topology(num_few * topology.node_gpus, topology.node_gpus)
+    copies, left_over = divmod(topology.num_gpus, few.num_gpus)
+    found = []
+    for composition in compositions(few, state.degrees):
+        counts = {degree: count * copies for degree, count in composition}
+        common = max(composition, key=lambda part: part[0] * part[1])[0]
+        if left_over % common:
+            continue
+        counts[common] += left_over // common
+        found.append(Composition.of(counts))
+    return found
+
+
+def _with_queued(queued: Arrivals, arrivals: Arrivals) -> Arrivals:
+    """What waits already, as arrivals at the instant of the first arrival, followed by the arrivals."""
+    if len(queued) == 0:
+        return arrivals
+    start_s = float(arrivals.arrival_s[0]) if len(arrivals) else 0.0
+    return Arrivals(
+        arrival_s=np.concatenate((np.full(len(queued), start_s), arrivals.arrival_s)),
+        input_tokens=np.concatenate((queued.input_tokens, arrivals.input_tokens)),
+        prefix_tokens=np.concatenate((queued.prefix_tokens, arrivals.prefix_tokens)),
+    )

@@ -1,8 +1,8 @@
-"""What a composition would do to recent traffic: the same arrivals replayed through many compositions at once.
+"""What a composition would do to the traffic: every arrival replayed through many compositions at once.
 
-A rollout keeps one number per worker, the instant at which its queue runs dry, and sends each request to the worker of
-least J (FIFO, prefixes as they were where the request really ran). All compositions see the same arrivals, so that
-their differences are far sharper than their values.
+A shadow of a composition keeps one number per worker, the instant at which its queue runs dry, and sends each request
+to the worker of least J (FIFO, prefixes as they were where the request really ran). All compositions see the same
+arrivals, so that their differences are far sharper than their values.
 """
 
 from collections.abc import Generator, Sequence
@@ -15,53 +15,77 @@ from vertumnus.core.controller import Arrivals
 from vertumnus.core.cost import CostModel, FloatArray
 
 SLICE_REQUESTS = 200
-"""Requests replayed between two yields: about a millisecond."""
+"""Requests replayed between two yields: one to a few milliseconds for tens of compositions."""
+
+
+class Shadows:
+    """Shadows of several compositions, kept from one replay to the next."""
+
+    def __init__(
+        self, compositions: Sequence[Composition], cost_model: CostModel, *, beta: float = 2.0, lambda_: float = 0.3
+    ) -> None:
+        self.compositions = list(compositions)
+        self._cost_model = cost_model
+        self._beta = beta
+        self._lambda = lambda_
+        most = max(composition.num_workers for composition in self.compositions)
+        # Degree column of each worker, and the instant at which it is free: [K, most workers]; absent ones never are.
+        self._columns: NDArray[np.intp] = np.zeros((len(self.compositions), most), dtype=np.intp)
+        self._free_s: FloatArray = np.full((len(self.compositions), most), np.inf)
+        for row, composition in enumerate(self.compositions):
+            start = 0
+            for degree, count in composition:
+                self._columns[row, start : start + count] = cost_model.degrees.index(degree)
+                start += count
+            self._free_s[row, :start] = -np.inf
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drops all shadows but these."""
+        self.compositions = [self.compositions[row] for row in rows]
+        most = max(composition.num_workers for composition in self.compositions)
+        self._columns = self._columns[rows, :most]
+        self._free_s = self._free_s[rows, :most]
+
+    def replay(self, arrivals: Arrivals) -> Generator[None, None, FloatArray]:
+        """Predicted TTFT (wait + service) of every arrival in every shadow: seconds, [num_arrivals, K].
+
+        Resumable: yields after every slice and returns the result. Each request goes to the worker of least
+        J = q + beta*E_C(R, P) + lambda*C*E_C(R, P): the third term of J without its C_min part, which is the same for
+        all candidates here as they share R and P.
+        """
+        degrees = np.array(self._cost_model.degrees)
+        prefix = arrivals.prefix_tokens[:, None]
+        service = self._cost_model.for_degrees(degrees).prefill_s(arrivals.input_tokens[:, None] - prefix, prefix)
+        price = (self._beta + self._lambda * degrees) * service
+        free_s, rows = self._free_s, np.arange(len(self.compositions))
+        ttft_s = np.empty((len(arrivals), len(self.compositions)))
+        for start in range(0, len(arrivals), SLICE_REQUESTS):
+            end = min(start + SLICE_REQUESTS, len(arrivals))
+            prices = price[start:end, self._columns]
+            services = service[start:end, self._columns]
+            for index in range(start, end):
+                arrival_s = arrivals.arrival_s[index]
+                begin_s = np.maximum(free_s, arrival_s)
+                best = (begin_s + prices[index - start]).argmin(axis=1)
+                done_s = begin_s[rows, best] + services[index - start, rows, best]
+                free_s[rows, best] = done_s
+                ttft_s[index] = done_s - arrival_s
+            yield
+        return ttft_s
+
+
+def finish(replay: Generator[None, None, FloatArray]) -> FloatArray:
+    """Runs a replay to its end at once."""
+    while True:
+        try:
+            next(replay)
+        except StopIteration as finished:
+            ttft_s: FloatArray = finished.value
+            return ttft_s
 
 
 def rollout_ttft_s(
-    compositions: Sequence[Composition],
-    arrivals: Arrivals,
-    cost_model: CostModel,
-    *,
-    beta: float,
-    lambda_: float,
+    compositions: Sequence[Composition], arrivals: Arrivals, cost_model: CostModel, *, beta: float, lambda_: float
 ) -> Generator[None, None, FloatArray]:
-    """Predicted TTFT (wait + service) of every arrival under every composition: seconds, [num_arrivals, K].
-
-    Resumable: yields after every slice and returns the result. Each request goes to the worker of least
-    J = q + beta*E_C(R, P) + lambda*C*E_C(R, P) (the third term of J without its C_min part, which is the same for all
-    candidates here as they share R and P).
-    """
-    degrees = np.array(cost_model.degrees)
-    suffix = (arrivals.input_tokens - arrivals.prefix_tokens)[:, None]
-    service = cost_model.for_degrees(degrees).prefill_s(suffix, arrivals.prefix_tokens[:, None])
-    price = beta * service + lambda_ * degrees * service
-    columns, free_s = _workers(compositions, cost_model.degrees)
-    rows = np.arange(len(compositions))
-    ttft_s = np.empty((len(arrivals), len(compositions)))
-    for start in range(0, len(arrivals), SLICE_REQUESTS):
-        end = min(start + SLICE_REQUESTS, len(arrivals))
-        prices = price[start:end, columns]
-        services = service[start:end, columns]
-        for index in range(start, end):
-            begin_s = np.maximum(free_s, arrivals.arrival_s[index])
-            best = (begin_s + prices[index - start]).argmin(axis=1)
-            done_s = begin_s[rows, best] + services[index - start, rows, best]
-            free_s[rows, best] = done_s
-            ttft_s[index] = done_s - arrivals.arrival_s[index]
-        yield
-    return ttft_s
-
-
-def _workers(compositions: Sequence[Composition], degrees: Sequence[int]) -> tuple[NDArray[np.intp], FloatArray]:
-    """(degree column of each worker, instant at which it is free), [K, most workers]; absent ones are never free."""
-    most = max(composition.num_workers for composition in compositions)
-    columns = np.zeros((len(compositions), most), dtype=np.intp)
-    free_s = np.full((len(compositions), most), np.inf)
-    for row, composition in enumerate(compositions):
-        start = 0
-        for degree, count in composition:
-            columns[row, start : start + count] = degrees.index(degree)
-            start += count
-        free_s[row, :start] = -np.inf
-    return columns, free_s
+    """As `Shadows.replay`, for compositions that all start empty."""
+    return Shadows(compositions, cost_model, beta=beta, lambda_=lambda_).replay(arrivals)

@@ -110,7 +110,7 @@ def by_rollout(
 
     The first arrivals choose a shortlist, on which all of them then decide.
     """
-    shortlist = [choices[row] for row in _ranked(choices, _first(arrivals, SHORTLIST_REQUESTS), profile)[0]]
+    shortlist = [choices[row] for row in _ranked(choices, part_of(arrivals, 0, SHORTLIST_REQUESTS), profile)[0]]
     shortlist = shortlist[: max(SHORTLIST_COMPOSITIONS, num_best)]
     order, mean_s = _ranked(shortlist, arrivals, profile)
     return [(shortlist[row], mean_s[row]) for row in order[:num_best]]
@@ -129,11 +129,12 @@ def _ranked(
             return np.argsort(mean_s, kind="stable").tolist(), mean_s.tolist()
 
 
-def _first(arrivals: Arrivals, num_requests: int) -> Arrivals:
+def part_of(arrivals: Arrivals, start: int, end: int) -> Arrivals:
+    """Some consecutive arrivals; their instants stay as they are."""
     return Arrivals(
-        arrival_s=arrivals.arrival_s[:num_requests],
-        input_tokens=arrivals.input_tokens[:num_requests],
-        prefix_tokens=arrivals.prefix_tokens[:num_requests],
+        arrival_s=arrivals.arrival_s[start:end],
+        input_tokens=arrivals.input_tokens[start:end],
+        prefix_tokens=arrivals.prefix_tokens[start:end],
     )
 
 
@@ -158,9 +159,10 @@ def demand_of(mix: LengthMix, profile: Profile) -> Callable[[Composition], float
     return demand_s_per_s
 
 
-def length_mix(arrivals: Arrivals) -> LengthMix:
-    """The arrivals by length class; those of one instant count as arriving within a second."""
-    duration_s = float(arrivals.arrival_s[-1] - arrivals.arrival_s[0]) or 1.0
+def length_mix(arrivals: Arrivals, duration_s: float | None = None) -> LengthMix:
+    """The arrivals by length class, over this time, else over their own; those of one instant over a second."""
+    if duration_s is None:
+        duration_s = float(arrivals.arrival_s[-1] - arrivals.arrival_s[0]) or 1.0
     return LengthMix.of_requests(arrivals.input_tokens, arrivals.input_tokens - arrivals.prefix_tokens, duration_s)
 
 

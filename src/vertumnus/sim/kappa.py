@@ -26,7 +26,7 @@ from vertumnus.sim.pool import SimulatedPool
 from vertumnus.sim.requests import prefill_requests
 from vertumnus.workload.trace import Trace
 
-NUM_REQUESTS = 8000
+NUM_REQUESTS = 6000
 """Requests of one probe: so many that a pool which falls behind is found out before they end."""
 
 NUM_PROBES = 7

@@ -7,11 +7,14 @@ controller on, and of a pool with one node fewer, is simulated on the whole trac
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from vertumnus.core.composition import Composition, Topology
+from vertumnus.core.controller import Arrivals
 from vertumnus.core.placement import VertumnusPolicy
 from vertumnus.core.profile import Profile
 from vertumnus.errors import ConfigError
@@ -20,11 +23,12 @@ from vertumnus.sim.auto import (
     by_capacity,
     by_rollout,
     candidates,
-    demand_of,
     history,
     length_mix,
+    part_of,
 )
 from vertumnus.sim.compare import Cell, CellResult, PolicyMaker, run_cells
+from vertumnus.sim.headroom import load_ratio
 from vertumnus.sim.kappa import RampSettings, measured_kappa
 from vertumnus.sim.simulate import SimulationSettings
 from vertumnus.workload.trace import Trace
@@ -35,8 +39,10 @@ STRETCH_REQUESTS = 12_000
 NUM_SHORTLISTED = 3
 MAX_NODES = 128
 MAX_NUM_WINDOWS = 24
-MIN_WINDOW_REQUESTS = 50
+MIN_WINDOW_REQUESTS = 200
 WINDOW_ROLLOUT_REQUESTS = 1_000
+CLEAR_GAIN_RATIO = 0.05
+"""Share of the predicted mean TTFT that another composition must save to be named."""
 
 Report = Callable[[str], None]
 """Is told, in a few words, what comes next."""
@@ -51,9 +57,11 @@ class PlanWindow:
     num_requests: int
     rate_per_s: float
     demand_s_per_s: float
+    """Predicted service seconds arriving per second, at the degrees that `sim.headroom` gives them."""
     headroom_ratio: float
     """Share of the capacity that this window's demand leaves; negative: the demand is beyond it."""
     best_composition: str
+    """The recommended one unless another is predicted to save a clear share of the mean TTFT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +72,20 @@ class Option:
     num_gpus: int
     composition: Composition
     capacity_s_per_s: float
+    headroom_ratios: tuple[float, ...]
+    """By window. Capacities of different compositions do not compare (a smaller degree takes longer for the same
+    request), headrooms do."""
     simulated: CellResult
 
     def to_json(self) -> dict[str, Any]:
         """The simulation's figures with the role and the capacity in front."""
-        head = {"role": self.role, "num_gpus": self.num_gpus, "capacity_s_per_s": self.capacity_s_per_s}
+        head = {
+            "role": self.role,
+            "num_gpus": self.num_gpus,
+            "capacity_s_per_s": self.capacity_s_per_s,
+            "min_headroom_ratio": min(self.headroom_ratios),
+            "headroom_ratios": list(self.headroom_ratios),
+        }
         return head | self.simulated.to_json()
 
 
@@ -105,7 +122,7 @@ class Plan:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Planner:
     """Plans pools for one trace. `settings` sets up the pool; its number of GPUs and composition are what is sought."""
 
@@ -141,6 +158,7 @@ class Planner:
                 num_gpus=num,
                 composition=chosen,
                 capacity_s_per_s=chosen.capacity(kappa),
+                headroom_ratios=self._headroom_ratios(chosen, kappa),
                 simulated=result,
             )
             for (role, num, chosen, _), result in zip(pools, results, strict=True)
@@ -217,8 +235,7 @@ class Planner:
         return measured_kappa(self.trace, self.profile, ramp), "load ramps on this traffic"
 
     def _shortlist(self, num_gpus: int, kappa: dict[int, float]) -> list[Composition]:
-        topology, profile = self._topology(num_gpus), self.profile
-        arrivals = history(self.trace, self._blocks_per_rank(), topology.node_gpus)
+        topology, profile, arrivals = self._topology(num_gpus), self.profile, self._busiest
         choices = candidates(topology, profile, arrivals, self.settings.slo)
         best = [composition for composition, _ in by_rollout(choices, arrivals, profile, num_best=NUM_SHORTLISTED)]
         return list(dict.fromkeys([*best, by_capacity(choices, length_mix(arrivals), profile, kappa)]))
@@ -241,7 +258,7 @@ class Planner:
 
     def _nodes_by_rollout(self) -> int:
         """Fewest nodes at which a rollout predicts a mean TTFT within the mean target."""
-        arrivals = history(self.trace, self._blocks_per_rank(), self.settings.node_gpus)
+        arrivals = self._busiest
         tau_s = float(self.settings.slo.tau_s(arrivals.input_tokens).mean())
 
         def suffices(num_nodes: int) -> bool:
@@ -258,35 +275,55 @@ class Planner:
             low, high = (low, middle) if suffices(middle) else (middle, high)
         return high
 
+    @cached_property
+    def _busiest(self) -> Arrivals:
+        return history(self.trace, self._blocks_per_rank(), self.settings.node_gpus)
+
+    @cached_property
+    def _edges_s(self) -> list[float]:
+        """Where the windows of the day begin and end."""
+        num_windows = max(1, min(MAX_NUM_WINDOWS, self.trace.num_requests // MIN_WINDOW_REQUESTS))
+        edges_s: list[float] = np.linspace(0.0, self.trace.duration_s, num_windows + 1).tolist()
+        return edges_s
+
+    @cached_property
+    def _arrivals_by_window(self) -> list[Arrivals]:
+        whole = arrivals_between(
+            self.trace, 0, self.trace.num_requests, self._blocks_per_rank(), self.settings.node_gpus
+        )
+        rows = [*np.searchsorted(whole.arrival_s, self._edges_s[:-1]).tolist(), len(whole)]
+        return [part_of(whole, start, end) for start, end in pairwise(rows)]
+
+    def _headroom_ratios(self, composition: Composition, kappa: dict[int, float]) -> tuple[float, ...]:
+        costs = self.profile.cost_model()
+        loads = []
+        for arrivals, (start_s, end_s) in zip(self._arrivals_by_window, pairwise(self._edges_s), strict=True):
+            mix = length_mix(arrivals, max(end_s - start_s, 1.0)) if len(arrivals) else None
+            loads.append(0.0 if mix is None else load_ratio(mix, composition, costs, kappa))
+        return tuple(1 - load for load in loads)
+
     def _windows(self, composition: Composition, num_gpus: int, kappa: dict[int, float]) -> tuple[PlanWindow, ...]:
-        trace, topology = self.trace, self._topology(num_gpus)
-        capacity = composition.capacity(kappa)
-        num_windows = max(1, min(MAX_NUM_WINDOWS, trace.num_requests // MIN_WINDOW_REQUESTS))
-        edges_s = np.linspace(0.0, trace.duration_s, num_windows + 1)
-        rows = np.searchsorted(trace.arrival_s, edges_s)
-        rows[-1] = trace.num_requests
-        windows = []
-        for index in range(num_windows):
-            start, end = int(rows[index]), int(rows[index + 1])
-            length_s = float(edges_s[index + 1] - edges_s[index])
-            demand, best = 0.0, str(composition)
-            if end - start > 1:
-                arrivals = arrivals_between(trace, start, end, self._blocks_per_rank(), topology.node_gpus)
-                demand = demand_of(length_mix(arrivals), self.profile)(composition)
-                first = arrivals_between(
-                    trace, start, min(end, start + WINDOW_ROLLOUT_REQUESTS), self._blocks_per_rank(), topology.node_gpus
-                )
-                choices = candidates(topology, self.profile, first, self.settings.slo)
-                best = str(by_rollout(choices, first, self.profile)[0][0])
-            windows.append(
-                PlanWindow(
-                    start_s=float(edges_s[index]),
-                    end_s=float(edges_s[index + 1]),
-                    num_requests=end - start,
-                    rate_per_s=(end - start) / length_s if length_s > 0 else 0.0,
-                    demand_s_per_s=demand,
-                    headroom_ratio=1 - demand / capacity if capacity > 0 else 0.0,
-                    best_composition=best,
-                )
+        headroom_ratios = self._headroom_ratios(composition, kappa)
+        return tuple(
+            PlanWindow(
+                start_s=start_s,
+                end_s=end_s,
+                num_requests=len(arrivals),
+                rate_per_s=len(arrivals) / (end_s - start_s) if end_s > start_s else 0.0,
+                demand_s_per_s=(1 - headroom_ratio) * composition.capacity(kappa),
+                headroom_ratio=headroom_ratio,
+                best_composition=str(self._best_in_window(composition, num_gpus, arrivals)),
             )
-        return tuple(windows)
+            for arrivals, headroom_ratio, (start_s, end_s) in zip(
+                self._arrivals_by_window, headroom_ratios, pairwise(self._edges_s), strict=True
+            )
+        )
+
+    def _best_in_window(self, recommended: Composition, num_gpus: int, arrivals: Arrivals) -> Composition:
+        if len(arrivals) < 2:
+            return recommended
+        first = part_of(arrivals, 0, WINDOW_ROLLOUT_REQUESTS)
+        choices = candidates(self._topology(num_gpus), self.profile, first, self.settings.slo)
+        ((best, best_s),) = by_rollout(choices, first, self.profile)
+        ((_, recommended_s),) = by_rollout([recommended], first, self.profile)
+        return best if best_s < (1 - CLEAR_GAIN_RATIO) * recommended_s else recommended

@@ -7,7 +7,7 @@ from vertumnus.sim.plan import Plan
 from vertumnus.workload.output import replacing
 from vertumnus.workload.plot_path import check_plot_path
 
-DEMAND, CAPACITY, FEWER = "#1f5a7a", "#c8642b", "#8a6fb0"
+RECOMMENDED, ADAPTIVE, FEWER = "#c8642b", "#1f5a7a", "#8a6fb0"
 
 
 def write_plan_plot(plan: Plan, title: str, path: str, *, force: bool = False) -> None:
@@ -25,17 +25,19 @@ def _page(plan: Plan, title: str) -> Figure:
     end_s = plan.windows[-1].end_s
     unit_s, unit = (3600.0, "hours") if end_s > 3 * 3600 else (60.0, "minutes")
     edges = [window.start_s / unit_s for window in plan.windows] + [end_s / unit_s]
-    left.stairs([window.demand_s_per_s for window in plan.windows], edges, color=DEMAND, fill=True, alpha=0.45)
-    left.stairs([window.demand_s_per_s for window in plan.windows], edges, color=DEMAND, label="demand")
-    left.axhline(plan.capacity_s_per_s, color=CAPACITY, label=f"capacity, {plan.num_gpus} GPUs")
-    for option in plan.options:
-        if option.num_gpus < plan.num_gpus:
-            label = f"capacity, {option.num_gpus} GPUs ({option.composition})"
-            left.axhline(option.capacity_s_per_s, color=FEWER, linestyle="--", label=label)
-    left.set_ylim(0, 1.35 * max(plan.capacity_s_per_s, *(window.demand_s_per_s for window in plan.windows)))
+    colors = [RECOMMENDED, ADAPTIVE, FEWER]
+    highest = 100.0
+    for option, color in zip(plan.options, colors, strict=False):
+        if option.role.endswith("adaptive"):
+            continue  # the same composition at the start
+        load = [100 * (1 - ratio) for ratio in option.headroom_ratios]
+        highest = max(highest, *load)
+        left.stairs(load, edges, color=color, linewidth=2, label=f"{option.num_gpus} GPUs: {option.composition}")
+    left.axhline(100.0, color="#888888", linewidth=1, linestyle="--")
+    left.set_ylim(0, 1.3 * highest)
     left.set_xlabel(f"time, {unit}")
-    left.set_ylabel("predicted service seconds per second")
-    left.set_title("Demand and capacity", fontsize=10)
+    left.set_ylabel("%")
+    left.set_title("Demand, as a share of the capacity", fontsize=10)
     left.legend(loc="upper left", frameon=False, fontsize=9)
     entries = [option.to_json() for option in plan.options]
     rows = list(range(len(entries)))
@@ -45,7 +47,7 @@ def _page(plan: Plan, title: str) -> Figure:
         (right, "slo_attainment_ratio", 100.0, "SLO attainment, %"),
     ):
         values = [scale * (entry[name] or 0.0) for entry in entries]
-        axis.barh(rows, values, color=[CAPACITY, DEMAND, FEWER][: len(rows)], height=0.55)
+        axis.barh(rows, values, color=colors[: len(rows)], height=0.55)
         for row, value in zip(rows, values, strict=True):
             axis.text(value, row, f" {value:.3g}", va="center", fontsize=9)
         axis.set_xlim(0, 1.25 * max([*values, 1e-9]))

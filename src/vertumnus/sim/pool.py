@@ -85,6 +85,8 @@ class _SimWorker:
     partial: dict[int, tuple[Allocation, float, int]] = field(default_factory=dict)
     """Requests between two chunks: allocation, start of the first chunk, tokens reused."""
     copies: set[int] = field(default_factory=set)
+    is_parked: bool = False
+    """Its ranks were told to serve as other workers: it has no say over their blocks any more."""
 
 
 @dataclass(slots=True)
@@ -187,11 +189,7 @@ class SimulatedPool:
     @property
     def stores(self) -> dict[int, BlockStore]:
         """The KV blocks of every worker that serves, by worker id; a parked worker has none any more."""
-        return {
-            worker.worker_id: worker.store
-            for worker in self._workers.values()
-            if all(self._rank_store.get(rank) is worker.store for rank in worker.group.ranks)
-        }
+        return {worker.worker_id: worker.store for worker in self._workers.values() if not worker.is_parked}
 
     def check_invariants(self) -> None:
         """Raises InvariantError where a store lost or doubled a slot, or two stores share a rank. For tests."""
@@ -332,7 +330,7 @@ class SimulatedPool:
         source = self._workers.get(action.source_worker_id)
         destination = self._workers.get(action.destination_worker_id)
         blocks: list[bytes] = []
-        if source is not None and destination is not None:
+        if source is not None and destination is not None and not (source.is_parked or destination.is_parked):
             for block in action.blocks:
                 if block not in source.store:
                     break
@@ -396,7 +394,7 @@ class SimulatedPool:
 
     def _reclaim(self, action: ReclaimBlocks) -> None:
         worker = self._workers.get(action.worker_id)
-        if worker is None:
+        if worker is None or worker.is_parked:
             return
         freed = worker.store.reclaim(action.blocks)
         if freed:
@@ -409,6 +407,7 @@ class SimulatedPool:
         ranks = {rank for group in action.groups for rank in group.ranks}
         for worker in self._workers.values():
             if not ranks.isdisjoint(worker.group.ranks):
+                worker.is_parked = True
                 self._call_off_copies(worker)
         for rank in sorted(ranks - self._failed_ranks):
             confirmed = RankConfirmed(rank, action.epoch)
