@@ -20,7 +20,7 @@ help:
 	@echo "make test             the tests (make test ARGS='-k profile' for some of them)"
 	@echo "make check            format, lint, types and tests: what CI runs"
 	@echo "make format           formats the code and mends what the linter can mend"
-	@echo "make bench            the benchmarks, into $(OUT)/"
+	@echo "make bench            the benchmarks, into benchmarks/ (JSON)"
 	@echo "make lock             pins the newest development packages (needs uv)"
 	@echo "make clean            removes $(VENV), $(OUT)/ and caches"
 
@@ -30,19 +30,9 @@ $(READY): pyproject.toml requirements-dev.lock scripts/setup.sh
 	@scripts/setup.sh "$(PYTHON)" "$(VENV)"
 	@touch $@
 
-ifeq ($(strip $(TRACE)),)
-DEMO_TRACE := $(OUT)/conversation.jsonl
-demo: $(DEMO_TRACE)
-else
-DEMO_TRACE := $(TRACE)
-endif
-
 demo: $(READY)
-	$(BIN)/vertumnus compare "$(DEMO_TRACE)" --gpus 40
-
-$(OUT)/conversation.jsonl: $(READY)
 	@mkdir -p $(OUT)
-	$(BIN)/vertumnus synth conversation -o $@ --force
+	$(BIN)/vertumnus demo "$(or $(strip $(TRACE)),synth:conversation)" --plot $(OUT)/demo.png --force
 
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
@@ -58,8 +48,11 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	@mkdir -p $(OUT)
-	for what in placement trie sim; do $(BIN)/vertumnus bench $$what --json > $(OUT)/bench-$$what.json || exit 1; done
+	@mkdir -p benchmarks
+	@for what in placement trie sim; do \
+	    $(BIN)/vertumnus bench $$what --json > benchmarks/.$$what.json && \
+	    mv benchmarks/.$$what.json benchmarks/$$what.json || exit 1; \
+	done
 
 lock:
 	uv pip compile --universal --python-version 3.10 --generate-hashes --no-emit-index-url --upgrade \

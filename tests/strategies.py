@@ -124,7 +124,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     return Scenario(
         requests=draw(request_lists()),
         composition=composition,
-        policy=draw(st.sampled_from(sorted(POLICIES))),
+        policy=draw(st.one_of(st.just("vertumnus"), st.just("paper"), st.sampled_from(sorted(POLICIES)))),
         discipline=draw(st.sampled_from(Discipline)),
         step_tokens=draw(st.sampled_from([None, BLOCK_TOKENS, 25, 60])),
         blocks_per_rank=draw(st.sampled_from([1, 4, 9, 50])),

@@ -8,9 +8,13 @@ from vertumnus.cli.output import note, print_json, print_table, warn
 
 @click.command()
 @trace_options
-@click.option("--window", "window_s", type=float, help="Seconds of a window over time (default: a round 48th).", metavar="S")
+@click.option(
+    "--window", "window_s", type=float, help="Seconds of a window over time (default: a round 48th).", metavar="S"
+)
 @click.option("--cache-blocks", type=int, help="Blocks of the finite cache (default: about a node's).", metavar="N")
-@click.option("--long", "long_tokens", type=int, help="Longer requests count as long (default 32768).", metavar="TOKENS")
+@click.option(
+    "--long", "long_tokens", type=int, help="Longer requests count as long (default 32768).", metavar="TOKENS"
+)
 @click.option("--plot", help="Write the figure page to FILE (.png, .svg or .pdf).", metavar="FILE")
 @force_option
 @json_option

@@ -31,9 +31,9 @@ def json_option(command: Command) -> Command:
 
 def seed_option(command: Command) -> Command:
     """--seed."""
-    return click.option(
-        "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all randomness."
-    )(command)
+    return click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of all randomness.")(
+        command
+    )
 
 
 def force_option(command: Command) -> Command:
@@ -155,7 +155,11 @@ _POOL_OPTIONS = (
         help="Built-in profile or TOML file.",
     ),
     click.option(
-        "--node-gpus", type=click.IntRange(1, 64), default=8, show_default=True, help="GPUs per node; workers fit in one."
+        "--node-gpus",
+        type=click.IntRange(1, 64),
+        default=8,
+        show_default=True,
+        help="GPUs per node; workers fit in one.",
     ),
     click.option("--fixed", is_flag=True, help="No controller: the composition stays."),
     click.option("--no-replication", is_flag=True, help="No copies of hot prefixes between workers."),
@@ -183,19 +187,28 @@ _POOL_OPTIONS = (
     ),
     click.option("--step-tokens", type=click.IntRange(1), help="Token budget of a step (default: whole requests)."),
     click.option(
-        "--warmup", type=click.FloatRange(0), default=0.0, help="Leave the first S seconds out of the figures.", metavar="S"
+        "--warmup",
+        type=click.FloatRange(0),
+        default=0.0,
+        help="Leave the first S seconds out of the figures.",
+        metavar="S",
     ),
     click.option(
         "--slo", default="1.0+0.0002L", show_default=True, help="TTFT target: seconds plus seconds per input token."
     ),
+    click.option("--noise", type=click.FloatRange(0, 1), default=0.0, help="Relative noise of service times (0 to 1)."),
     click.option(
-        "--noise", type=click.FloatRange(0, 1), default=0.0, help="Relative noise of service times (0 to 1)."
+        "--report-delay",
+        type=click.FloatRange(0),
+        default=0.0,
+        help="Seconds until a cache report arrives.",
+        metavar="S",
     ),
     click.option(
-        "--report-delay", type=click.FloatRange(0), default=0.0, help="Seconds until a cache report arrives.", metavar="S"
-    ),
-    click.option(
-        "--fail", multiple=True, help="Lose a rank at T seconds, back at T2: RANK@T[:T2]. Repeatable.", metavar="RANK@T[:T2]"
+        "--fail",
+        multiple=True,
+        help="Lose a rank at T seconds, back at T2: RANK@T[:T2]. Repeatable.",
+        metavar="RANK@T[:T2]",
     ),
     click.option("--beta", type=float, help="Weight of a request's own service in vertumnus' cost (>= 1)."),
     click.option("--lambda", "lambda_", type=float, help="Price of GPU time in vertumnus' cost (>= 0)."),

@@ -13,7 +13,11 @@ from vertumnus.cli.output import note, percent, print_json, print_table, seconds
 @pool_options
 @click.option("--rate", type=float, help="Rescale arrivals to a mean of R requests/s.", metavar="R")
 @click.option(
-    "--target", type=float, default=0.95, show_default=True, help="Token-weighted SLO attainment that the pool must meet."
+    "--target",
+    type=float,
+    default=0.95,
+    show_default=True,
+    help="Token-weighted SLO attainment that the pool must meet.",
 )
 @click.option("-j", "--jobs", type=click.IntRange(1), help="Processes (default: one per core).", metavar="N")
 @click.option("--plot", help="Write a plot to FILE (.png, .svg or .pdf).", metavar="FILE")

@@ -10,7 +10,9 @@ from vertumnus.cli.results import HEADINGS, result_row
 @click.command()
 @trace_options
 @pool_options
-@click.option("--composition", default="auto", show_default=True, help="COUNTxDEGREE parts such as 8x2,4x4,1x8, or auto.")
+@click.option(
+    "--composition", default="auto", show_default=True, help="COUNTxDEGREE parts such as 8x2,4x4,1x8, or auto."
+)
 @click.option("--policy", default="vertumnus", show_default=True, help="Placement policy.")
 @click.option("--rate", type=float, help="Rescale arrivals to a mean of R requests/s.", metavar="R")
 @json_option
@@ -37,8 +39,8 @@ def command(
         result = simulate(trace, profile, make_policy(), settings, on_progress=show)
     entry = result.to_json()
     if as_json:
-        print_json(
-            {"trace": trace.name, "profile": profile.name, "settings": settings.to_json(), "results": [entry]}
-        )
+        print_json({"trace": trace.name, "profile": profile.name, "settings": settings.to_json(), "results": [entry]})
     else:
-        print_table(f"{trace.name}, {settings.num_gpus} GPUs, {profile.name}", HEADINGS, [result_row(entry)], num_left=2)
+        print_table(
+            f"{trace.name}, {settings.num_gpus} GPUs, {profile.name}", HEADINGS, [result_row(entry)], num_left=2
+        )

@@ -26,7 +26,9 @@ def phase_options(command: click.decorators.FC) -> click.decorators.FC:
 @click.command()
 @click.argument("kind")
 @click.option("-o", "--output", required=True, help="File to write (.gz or .zst compresses), or - for standard output.")
-@click.option("--duration", "duration_s", type=float, help="Seconds (default: an hour; production: a day).", metavar="S")
+@click.option(
+    "--duration", "duration_s", type=float, help="Seconds (default: an hour; production: a day).", metavar="S"
+)
 @click.option("--rate", "rate_per_s", type=float, help="Mean requests/s (default: as published).", metavar="R")
 @phase_options
 @seed_option

@@ -85,7 +85,8 @@ class Placement:
 class PlacementPolicy(Protocol):
     """Chooses a worker for a request. `view` has at least one candidate."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def place(self, view: PlacementView) -> Placement: ...
 

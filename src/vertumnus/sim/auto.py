@@ -116,9 +116,7 @@ def by_rollout(
     return [(shortlist[row], mean_s[row]) for row in order[:num_best]]
 
 
-def _ranked(
-    choices: Sequence[Composition], arrivals: Arrivals, profile: Profile
-) -> tuple[list[int], list[float]]:
+def _ranked(choices: Sequence[Composition], arrivals: Arrivals, profile: Profile) -> tuple[list[int], list[float]]:
     """(rows of the compositions, best first; predicted mean TTFT by row)."""
     steps = rollout_ttft_s(choices, arrivals, profile.cost_model(), beta=ROLLOUT_BETA, lambda_=ROLLOUT_LAMBDA)
     while True:

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from vertumnus.core.composition import Composition
-from vertumnus.core.placement import PlacementPolicy, VertumnusPolicy
+from vertumnus.core.placement import PaperPolicy, PlacementPolicy, VertumnusPolicy
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.errors import ConfigError
@@ -61,15 +61,19 @@ def _mean(values: list[Any]) -> Any:
 
 
 def policy_maker(name: str, *, beta: float | None = None, lambda_: float | None = None) -> PolicyMaker:
-    """A maker of the named policy; `beta` and `lambda_` are vertumnus' own weights, None for its defaults.
+    """A maker of the named policy; `beta` and `lambda_` are the weights of J, None for the policy's own.
 
     Raises ConfigError for an unknown name, listing the known, and for weights out of range.
     """
-    given = {key: value for key, value in (("beta", beta), ("lambda_", lambda_)) if value is not None}
     policy = make_policy(name)
-    if isinstance(policy, VertumnusPolicy) and given:
-        replace(policy, **given)  # checked now rather than in the middle of a comparison
-        return partial(type(policy), **given)
+    if isinstance(policy, VertumnusPolicy | PaperPolicy):
+        tuned = partial(
+            type(policy),
+            beta=policy.beta if beta is None else beta,
+            lambda_=policy.lambda_ if lambda_ is None else lambda_,
+        )
+        tuned()  # weights out of range are found now rather than in the middle of a comparison
+        return tuned
     return partial(make_policy, name)
 
 
@@ -77,7 +81,7 @@ def compare(
     traces: Trace | Sequence[Trace],
     profile: Profile,
     policies: Sequence[str | PolicyMaker],
-    settings: SimulationSettings | Sequence[SimulationSettings] = SimulationSettings(),
+    settings: SimulationSettings | Sequence[SimulationSettings] | None = None,
     *,
     rates_per_s: Sequence[float | None] = (None,),
     jobs: int = 1,
@@ -89,7 +93,7 @@ def compare(
     in that many processes; `on_progress` is told how many runs have ended. Raises ConfigError as `simulate` does.
     """
     makers = [policy_maker(policy) if isinstance(policy, str) else policy for policy in policies]
-    each_settings = [settings] if isinstance(settings, SimulationSettings) else list(settings)
+    each_settings = list(settings) if isinstance(settings, Sequence) else [settings or SimulationSettings()]
     cells = [
         Cell(make_policy=maker, settings=each, rate_per_s=rate_per_s)
         for rate_per_s, each, maker in product(rates_per_s, each_settings, makers)
@@ -125,9 +129,7 @@ def run_cells(
             on_progress(num_done)
     done = [result for result in results if result is not None]
     size = len(traces)
-    return [
-        CellResult(cell=cell, results=tuple(done[row * size : (row + 1) * size])) for row, cell in enumerate(cells)
-    ]
+    return [CellResult(cell=cell, results=tuple(done[row * size : (row + 1) * size])) for row, cell in enumerate(cells)]
 
 
 def _with_compositions(
@@ -139,7 +141,14 @@ def _with_compositions(
     for task, index in zip(tasks, indices, strict=True):
         settings = task.settings
         if settings.composition is None:
-            key = (index, task.rate_per_s, settings.num_gpus, settings.node_gpus, settings.blocks_per_rank, settings.slo)
+            key = (
+                index,
+                task.rate_per_s,
+                settings.num_gpus,
+                settings.node_gpus,
+                settings.blocks_per_rank,
+                settings.slo,
+            )
             if key not in known:
                 known[key] = chosen_composition(_traffic(task, traces[index]), profile, settings)
             task = replace(task, settings=replace(settings, composition=known[key]))

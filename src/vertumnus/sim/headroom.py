@@ -31,9 +31,7 @@ def load_ratio(mix: LengthMix, composition: Composition, costs: CostModel, kappa
     return high
 
 
-def _fits(
-    mix: LengthMix, composition: Composition, costs: CostModel, kappa: Mapping[int, float], load: float
-) -> bool:
+def _fits(mix: LengthMix, composition: Composition, costs: CostModel, kappa: Mapping[int, float], load: float) -> bool:
     """Whether all the traffic finds room if no worker is loaded with more than this share of its kappa."""
     rooms = [(degree, load * count * kappa[degree]) for degree, count in composition if kappa[degree] > 0]
     degree, room_s_per_s = rooms.pop()

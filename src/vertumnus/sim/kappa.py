@@ -11,7 +11,7 @@ pool means its capacity only if kappa comes from a pool, so that is the default;
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,7 +37,7 @@ NUM_PROBES = 7
 class RampSettings:
     """What a ramp asks of the worker, and how the worker is set up."""
 
-    slo: Slo = Slo()
+    slo: Slo = field(default_factory=Slo)
     target_ratio: float = 0.95
     discipline: Discipline = Discipline.SHORTEST
     step_tokens: int | None = None

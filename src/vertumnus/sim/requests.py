@@ -15,7 +15,7 @@ def prefill_requests(trace: Trace) -> Iterator[PrefillRequest]:
     """
     ids = trace.block_ids.astype(np.uint64) + np.uint64(1)
     pairs = np.stack((ids * np.uint64(0x9E3779B97F4A7C15), ids * np.uint64(0xC2B2AE3D27D4EB4F)), axis=1)
-    hashes = memoryview(np.ascontiguousarray(pairs)).cast("B")
+    hashes = np.ascontiguousarray(pairs).data.cast("B")
     starts = trace.block_offsets[:-1].tolist()
     num_full = np.minimum(trace.input_tokens // trace.block_tokens, np.diff(trace.block_offsets)).tolist()
     columns = zip(trace.arrival_s.tolist(), trace.input_tokens.tolist(), starts, num_full, strict=True)

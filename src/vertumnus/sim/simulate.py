@@ -49,14 +49,15 @@ class SimulationSettings:
     """No controller: the composition stays."""
     has_replication: bool = True
     """Algorithms 1 and 2 for policies that know a preferred degree."""
-    pulls: Pulls = Pulls.PENDING
+    pulls: Pulls | None = None
+    """None: `any` for our policies with replication, else `pending`."""
     controller: str = "lookahead"
     discipline: Discipline = Discipline.SHORTEST
     step_tokens: int | None = None
     blocks_per_rank: int | None = None
     """KV blocks per GPU; None: the profile's capacity."""
     warmup_s: float = 0.0
-    slo: Slo = Slo()
+    slo: Slo = field(default_factory=Slo)
     noise_ratio: float = 0.0
     report_delay_s: float = 0.0
     failures: tuple[Failure, ...] = ()
@@ -68,7 +69,7 @@ class SimulationSettings:
         document |= {
             "composition": "auto" if self.composition is None else str(self.composition),
             "discipline": self.discipline.value,
-            "pulls": self.pulls.value,
+            "pulls": self.pulls.value if self.pulls else "auto",
             "slo": str(self.slo),
             "failures": [asdict(failure) for failure in self.failures],
         }
@@ -143,7 +144,7 @@ def simulate(
     topology = Topology(settings.num_gpus, settings.node_gpus)
     blocks_per_rank = settings.blocks_per_rank or profile.kv_capacity_blocks(trace.block_tokens)
     composition = chosen_composition(trace, profile, settings)
-    is_ours = isinstance(policy, VertumnusPolicy | PaperPolicy)
+    has_replication = settings.has_replication and isinstance(policy, VertumnusPolicy | PaperPolicy)
     layout = lay_out(composition, topology)
     for degree in composition.degrees:
         if degree not in profile.degrees:
@@ -160,8 +161,8 @@ def simulate(
             discipline=settings.discipline,
             step_tokens=settings.step_tokens,
             max_sequence_tokens=profile.max_sequence_tokens,
-            replication=ReplicationSettings() if settings.has_replication and is_ours else None,
-            pull=_pull_settings(settings.pulls, profile),
+            replication=ReplicationSettings() if has_replication else None,
+            pull=_pull_settings(settings.pulls or (Pulls.ANY if has_replication else Pulls.PENDING), profile),
         ),
         controller=None if settings.is_fixed else make_controller(settings.controller, profile),
     )

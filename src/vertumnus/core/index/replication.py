@@ -18,11 +18,11 @@ class ReplicationSettings:
     With demand of x per scan, a statistic settles at x / (1 - decay).
     """
 
-    theta_inter_s: float = 0.5
+    theta_inter_s: float = 2.0
     """Predicted seconds lost for want of a first replica at a degree, above which one is made."""
-    theta_intra: float = 16.0
+    theta_intra: float = 4.0
     """Uses per replica above which one more is made at the same degree."""
-    theta_reclaim: float = 0.25
+    theta_reclaim: float = 0.1
     """Uses per replica below which one may be reclaimed; below theta_intra, else a copy is undone by the next scan."""
     decay: float = 0.8
     """What is left of all demand after a scan, inside (0, 1)."""

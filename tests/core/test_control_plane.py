@@ -1,0 +1,438 @@
+"""The control plane by itself: single events in, actions out. Its laws over whole runs are in tests/sim/test_pool.py.
+
+`Driver` answers for the hardware: snapshots are reported as soon as a worker opens unless a test holds them back.
+"""
+
+from typing import TypeVar
+
+import pytest
+
+from tests.builders import BLOCK_TOKENS, control_plane, request
+from vertumnus.core.composition import Composition
+from vertumnus.core.control_plane import ControlPlaneSettings
+from vertumnus.core.controller import PoolState, Proposal, Reason, Window
+from vertumnus.core.events import (
+    Action,
+    ActivateGroups,
+    CloseWorker,
+    CopyBlocks,
+    CopyEnded,
+    Event,
+    OpenWorker,
+    RankConfirmed,
+    RankFailed,
+    RankRecovered,
+    RequestArrived,
+    RequestCancelled,
+    RequestPlaced,
+    RequestRejected,
+    SendSnapshot,
+    StartStep,
+    StepFinished,
+    StepStarted,
+    TimerFired,
+)
+from vertumnus.core.index.reports import Removed, Snapshot, Stored
+from vertumnus.core.queueing import Discipline
+from vertumnus.core.reconciliation import PullSettings
+from vertumnus.core.reconfiguration import ReconfigurationSettings
+from vertumnus.core.workers import WorkerStatus
+from vertumnus.errors import ConfigError
+
+A = TypeVar("A")
+
+
+class Towards:
+    """A controller that asks once for one composition."""
+
+    def __init__(self, composition: str) -> None:
+        self._targets = [Composition.parse(composition)]
+
+    def observe(self, window: Window, state: PoolState) -> Proposal | None:
+        return Proposal(self._targets.pop(), (), Reason.BETTER_COMPOSITION, {}) if self._targets else None
+
+
+class Driver:
+    """A control plane and the hardware's part of the conversation."""
+
+    def __init__(self, composition: str = "2x1", *, holds_snapshots: bool = False, **parts) -> None:
+        self.plane = control_plane(composition, **({"policy": "least-loaded"} | parts))
+        self.holds_snapshots = holds_snapshots
+        self.now_s = 0.0
+        self.epochs: dict[int, int] = {}
+        self.sequences: dict[int, int] = {}
+        self.log: list[Action] = []
+        self.answer(self.plane.start(0.0))
+
+    def tell(self, event: Event, at_s: float | None = None) -> list[Action]:
+        """Hands an event over; returns all actions that follow, snapshots of opened workers included."""
+        self.now_s = self.now_s if at_s is None else at_s
+        return self.answer(self.plane.handle(event, self.now_s))
+
+    def answer(self, actions: list[Action]) -> list[Action]:
+        following = list(actions)
+        self.log += actions
+        for action in actions:
+            if isinstance(action, OpenWorker):
+                self.epochs[action.worker_id] = action.epoch
+                if not self.holds_snapshots:
+                    following += self.snapshot(action.worker_id)
+        return following
+
+    def report(self, make, worker_id: int, **content) -> list[Action]:
+        sequence = self.sequences.get(worker_id, 0)
+        self.sequences[worker_id] = sequence + 1
+        return self.tell(make(worker_id=worker_id, epoch=self.epochs[worker_id], sequence=sequence, **content))
+
+    def snapshot(self, worker_id: int, *chains) -> list[Action]:
+        return self.report(Snapshot, worker_id, chains=chains)
+
+    def arrive(self, request_id: int, **changes) -> list[Action]:
+        return self.tell(RequestArrived(request(request_id, arrival_s=self.now_s, **changes)))
+
+    def finish(self, worker_id: int) -> list[Action]:
+        return self.tell(StepFinished(worker_id))
+
+
+def only(kind: type[A], actions: list[Action]) -> list[A]:
+    """The actions of one kind, in order."""
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def placed_at(actions: list[Action]) -> list[tuple[int, int, bool]]:
+    """(request, worker, whether redirected) of every placement."""
+    return [(each.request_id, each.worker_id, each.is_redirected) for each in only(RequestPlaced, actions)]
+
+
+def started(actions: list[Action]) -> list[tuple[int, list[int]]]:
+    """(worker, its requests) of every step."""
+    return [(step.worker_id, [item.request.request_id for item in step.items]) for step in only(StartStep, actions)]
+
+
+# Placement and reservation
+
+
+def test_an_idle_worker_starts_what_it_is_given_at_once():
+    actions = Driver().arrive(0)
+    assert [type(action) for action in actions] == [RequestPlaced, StartStep]
+    assert started(actions) == [(0, [0])]
+
+
+def test_the_work_is_reserved_before_the_next_request_is_placed():
+    driver = Driver("4x1")
+    assert [placed_at(driver.arrive(number))[0][1] for number in range(4)] == [0, 1, 2, 3]
+
+
+def test_what_is_left_of_a_running_step_counts_and_time_wears_it_down():
+    driver = Driver("2x1", policy="vertumnus")
+    driver.arrive(0, input_tokens=1000)
+    driver.now_s = 4.0
+    terms = only(RequestPlaced, driver.arrive(1))[0].placement.terms
+    assert terms["wait"].tolist() == pytest.approx([11.0 - 4.0, 0.0])
+
+
+def test_a_finished_step_leaves_no_reservation_and_starts_the_next_request():
+    driver = Driver("1x1")
+    driver.arrive(0)
+    driver.arrive(1)
+    assert started(driver.finish(0)) == [(0, [1])]
+    assert driver.finish(0) == []
+    worker = driver.plane.workers[0]
+    assert (worker.num_outstanding, worker.outstanding_s(driver.now_s)) == (0, 0.0)
+
+
+def test_a_report_of_stored_blocks_makes_the_next_placement_count_on_them():
+    driver = Driver("2x1", policy="vertumnus")
+    prompt = request(0, prompt="same")
+    driver.report(Stored, 1, parent=None, blocks=tuple(prompt.blocks))
+    placement = only(RequestPlaced, driver.arrive(7, prompt="same"))[0].placement
+    assert placement.worker_id == 1
+    step = only(StartStep, driver.log)[-1]
+    assert step.items[0].start_tokens == 90, "whole blocks, and at least one token is computed"
+
+
+def test_removed_blocks_are_no_longer_counted_on():
+    driver = Driver("1x1")
+    blocks = tuple(request(0, prompt="same").blocks)
+    driver.report(Stored, 0, parent=None, blocks=blocks)
+    driver.report(Removed, 0, blocks=blocks[4:])
+    assert only(StartStep, driver.arrive(7, prompt="same"))[0].items[0].start_tokens == 4 * BLOCK_TOKENS
+
+
+def test_a_gap_in_the_reports_asks_for_a_snapshot():
+    driver = Driver("1x1")
+    driver.sequences[0] += 1
+    assert driver.report(Stored, 0, parent=None, blocks=tuple(request(0).blocks)) == [SendSnapshot(0)]
+
+
+def test_the_predicted_end_of_a_step_follows_what_the_cache_really_held():
+    driver = Driver("1x1")
+    driver.arrive(0)
+    assert driver.plane.workers[0].outstanding_s(0.0) == pytest.approx(2.0)
+    driver.tell(StepStarted(0, (90,)))
+    assert driver.plane.workers[0].outstanding_s(0.0) == pytest.approx(1 + 0.1 + 0.09)
+
+
+def test_a_prompt_longer_than_the_model_takes_is_rejected_with_the_reason():
+    driver = Driver("1x1", max_sequence_tokens=100)
+    assert driver.arrive(0, input_tokens=100) != []
+    (rejected,) = driver.arrive(1, input_tokens=101)
+    assert isinstance(rejected, RequestRejected)
+    assert "101" in rejected.reason
+    assert "100" in rejected.reason
+
+
+def test_a_cancelled_request_that_has_not_started_is_never_served():
+    driver = Driver("1x1")
+    for number in range(3):
+        driver.arrive(number)
+    assert driver.tell(RequestCancelled(1)) == []
+    assert started(driver.finish(0)) == [(0, [2])]
+
+
+def test_cancelling_an_unknown_or_ended_request_changes_nothing():
+    driver = Driver("1x1")
+    driver.arrive(0)
+    driver.finish(0)
+    assert driver.tell(RequestCancelled(0)) == driver.tell(RequestCancelled(99)) == []
+
+
+def test_a_cancelled_request_that_waits_for_the_pool_is_never_placed():
+    driver = Driver("1x1", holds_snapshots=True)
+    driver.arrive(0)
+    driver.arrive(1)
+    driver.tell(RequestCancelled(0))
+    assert placed_at(driver.snapshot(0)) == [(1, 0, False)]
+
+
+# Steps
+
+
+def test_a_step_packs_requests_up_to_its_budget_and_cuts_the_last_one():
+    driver = Driver("1x1", step_tokens=100)
+    driver.arrive(0, input_tokens=50)
+    driver.arrive(1, input_tokens=70)
+    driver.arrive(2, input_tokens=80)
+    (step,) = only(StartStep, driver.finish(0))
+    assert [(item.request.request_id, item.start_tokens, item.end_tokens) for item in step.items] == [
+        (1, 0, 70),
+        (2, 0, 30),
+    ]
+    (step,) = only(StartStep, driver.finish(0))
+    assert [(item.start_tokens, item.end_tokens, item.is_first) for item in step.items] == [(30, 80, False)]
+
+
+def test_under_shortest_first_a_short_request_goes_before_a_long_one_that_came_earlier():
+    driver = Driver("1x1", discipline=Discipline.SHORTEST)
+    driver.arrive(0)
+    driver.arrive(1, input_tokens=1000)
+    driver.arrive(2, input_tokens=10)
+    assert started(driver.finish(0)) == [(0, [2])]
+
+
+def test_the_delay_put_on_longer_queued_work_is_part_of_the_cost():
+    driver = Driver("2x1", policy="paper", discipline=Discipline.SHORTEST)
+    for number in range(3):
+        driver.arrive(number, input_tokens=1000)
+    placement = only(RequestPlaced, driver.arrive(3, input_tokens=10))[0].placement
+    # It would overtake request 2, which waits at worker 0: nothing to wait for there but the step, one to delay.
+    assert placement.terms["delay"].tolist() == pytest.approx([1.1, 0.0])
+    assert placement.terms["wait"].tolist() == pytest.approx([11.0, 11.0])
+
+
+# Waiting for a worker
+
+
+def test_a_worker_takes_requests_only_once_its_cache_is_known():
+    driver = Driver("2x1", holds_snapshots=True)
+    assert driver.arrive(0) == []
+    assert driver.plane.num_waiting == 1
+    assert placed_at(driver.snapshot(1)) == [(0, 1, False)]
+    assert driver.plane.num_waiting == 0
+
+
+# Splits and merges
+
+
+def window_ends(driver: Driver) -> list[Action]:
+    """Fires the timer that ends the current window."""
+    return driver.tell(TimerFired(), driver.plane.next_timer_s())
+
+
+def confirm(driver: Driver, activated: ActivateGroups) -> list[Action]:
+    """Every rank confirms, in order; returns what follows."""
+    ranks = sorted(rank for group in activated.groups for rank in group.ranks)
+    return [action for rank in ranks for action in driver.tell(RankConfirmed(rank, activated.epoch))]
+
+
+def test_a_draining_worker_gets_no_new_request_and_its_queue_goes_elsewhere():
+    driver = Driver("1x1,1x2", controller=Towards("3x1"))
+    driver.arrive(0)
+    driver.arrive(1)
+    driver.arrive(2)
+    driver.arrive(3)
+    assert {w.worker_id: w.num_outstanding for w in driver.plane.workers.all()} == {0: 2, 1: 2}
+    pair = driver.plane.workers[0]
+    assert pair.degree == 2
+    actions = window_ends(driver)
+    assert pair.status is WorkerStatus.DRAINING
+    assert placed_at(actions) == [(2, 1, True)]
+    assert placed_at(driver.arrive(4)) == [(4, 1, False)]
+    (activated,) = only(ActivateGroups, driver.finish(0))
+    assert [group.degree for group in activated.groups] == [1, 1]
+
+
+def test_an_idle_worker_switches_at_once_and_each_child_serves_as_soon_as_its_own_rank_confirms():
+    driver = Driver("1x2", controller=Towards("2x1"))
+    (activated,) = only(ActivateGroups, window_ends(driver))
+    assert driver.arrive(0) == [], "everything switches: the request waits for the pool"
+    actions = driver.tell(RankConfirmed(1, activated.epoch))
+    assert [action.group.ranks for action in only(OpenWorker, actions)] == [range(1, 2)]
+    assert placed_at(actions) == [(0, 1, False)]
+    assert driver.plane.transitions == []
+    actions = driver.tell(RankConfirmed(0, activated.epoch))
+    assert only(CloseWorker, actions) == [CloseWorker(0)]
+    assert len(driver.plane.transitions) == 1
+    assert str(driver.plane.composition) == "2x1"
+
+
+def test_a_merged_worker_serves_once_all_its_ranks_have_confirmed():
+    driver = Driver("2x1", controller=Towards("1x2"))
+    (activated,) = only(ActivateGroups, window_ends(driver))
+    driver.arrive(0)
+    assert driver.tell(RankConfirmed(0, activated.epoch)) == []
+    assert driver.tell(RankConfirmed(0, activated.epoch)) == [], "a confirmation counts once"
+    assert driver.tell(RankConfirmed(1, activated.epoch - 1)) == [], "one of an older epoch never"
+    actions = driver.tell(RankConfirmed(1, activated.epoch))
+    assert placed_at(actions) == [(0, 2, False)]
+    assert only(CloseWorker, actions) == [CloseWorker(0), CloseWorker(1)]
+
+
+def test_a_request_that_waited_after_a_drain_is_marked_as_redirected_when_it_is_placed():
+    driver = Driver("1x2", controller=Towards("2x1"))
+    driver.arrive(0)
+    driver.arrive(1)
+    window_ends(driver)
+    (activated,) = only(ActivateGroups, driver.finish(0))
+    assert placed_at(confirm(driver, activated)) == [(1, 1, True)]
+
+
+def test_a_started_request_finishes_its_chunks_before_its_worker_parks():
+    driver = Driver("1x2", controller=Towards("2x1"), step_tokens=40)
+    driver.arrive(0, input_tokens=100)
+    driver.arrive(1)
+    window_ends(driver)
+    assert started(driver.finish(0)) == [(0, [0])]
+    assert started(driver.finish(0)) == [(0, [0])]
+    assert len(only(ActivateGroups, driver.finish(0))) == 1
+
+
+def test_a_drain_that_takes_too_long_gives_the_worker_back():
+    driver = Driver(
+        "1x1,1x2", controller=Towards("3x1"), reconfiguration=ReconfigurationSettings(drain_timeout_s=5.0), window_s=20
+    )
+    driver.arrive(0)
+    driver.arrive(1)
+    window_ends(driver)
+    assert [w.status for w in driver.plane.workers.all()].count(WorkerStatus.DRAINING) == 1
+    driver.tell(TimerFired(), driver.plane.next_timer_s())
+    assert driver.now_s == 25.0
+    assert driver.plane.transitions == []
+
+
+def test_what_a_split_leaves_at_the_other_child_is_fetched_on_first_use():
+    pull = PullSettings(s_per_token=0.0001, latency_s=0.0)
+    driver = Driver("1x2", controller=Towards("2x1"), pull=pull, holds_snapshots=True)
+    prompt = request(0, prompt="same", input_tokens=105)
+    driver.snapshot(0, (None, tuple(prompt.blocks)))
+    (activated,) = only(ActivateGroups, window_ends(driver))
+    confirm(driver, activated)
+    driver.snapshot(1, (None, tuple(prompt.blocks[:6])))
+    driver.snapshot(2, (prompt.blocks[5], tuple(prompt.blocks[6:])))
+    actions = driver.arrive(7, prompt="same", input_tokens=105)
+    copies = only(CopyBlocks, actions)
+    (placed,) = placed_at(actions)
+    assert {copy.destination_worker_id for copy in copies} == {placed[1]}
+    assert started(actions) == [], "it is served once the copy has ended"
+    for copy in copies:
+        actions = driver.tell(CopyEnded(copy.copy_id, True))
+    assert started(actions) == [(placed[1], [7])]
+
+
+def test_a_failed_copy_holds_nobody_up():
+    pull = PullSettings(s_per_token=0.0, latency_s=0.0, from_any_worker=True)
+    driver = Driver("2x1", pull=pull)
+    prompt = request(0, prompt="same")
+    driver.report(Stored, 0, parent=None, blocks=tuple(prompt.blocks))
+    driver.arrive(1)
+    actions = driver.arrive(7, prompt="same")
+    (copy,) = only(CopyBlocks, actions)
+    assert (copy.source_worker_id, copy.destination_worker_id) == (0, 1)
+    assert started(driver.tell(CopyEnded(copy.copy_id, False))) == [(1, [7])]
+    assert driver.tell(CopyEnded(copy.copy_id, False)) == [], "an end that is told twice counts once"
+
+
+# Failures
+
+
+def test_a_failed_rank_sends_running_and_queued_requests_elsewhere():
+    driver = Driver("2x1")
+    for number in range(4):
+        driver.arrive(number)
+    actions = driver.tell(RankFailed(0))
+    assert only(CloseWorker, actions) == [CloseWorker(0)]
+    assert [(worker_id, is_redirected) for _, worker_id, is_redirected in placed_at(actions)] == [(1, True)] * 2
+    assert sorted(request_id for request_id, _, _ in placed_at(actions)) == [0, 2]
+
+
+def test_the_surviving_rank_of_a_failed_worker_serves_under_a_new_epoch():
+    driver = Driver("1x2")
+    driver.arrive(0)
+    (activated,) = only(ActivateGroups, driver.tell(RankFailed(0)))
+    assert [group.ranks for group in activated.groups] == [range(1, 2)]
+    assert activated.epoch > 0
+    assert placed_at(confirm(driver, activated)) == [(0, 1, True)]
+
+
+def test_a_recovered_rank_serves_again_and_takes_what_waited():
+    driver = Driver("1x1")
+    driver.arrive(0)
+    driver.tell(RankFailed(0))
+    assert driver.plane.num_waiting == 1
+    (activated,) = only(ActivateGroups, driver.tell(RankRecovered(0)))
+    assert placed_at(confirm(driver, activated)) == [(0, 1, True)]
+
+
+def test_a_failure_that_is_reported_twice_counts_once():
+    driver = Driver("2x1")
+    driver.tell(RankFailed(0))
+    assert driver.tell(RankFailed(0)) == []
+
+
+def test_the_index_forgets_a_worker_that_is_gone_and_ignores_its_late_reports():
+    driver = Driver("2x1")
+    prompt = request(0, prompt="same")
+    driver.report(Stored, 0, parent=None, blocks=tuple(prompt.blocks))
+    driver.tell(RankFailed(0))
+    assert driver.plane.index.num_blocks == 0
+    assert driver.report(Stored, 0, parent=None, blocks=tuple(prompt.blocks)) == []
+    assert driver.plane.index.num_blocks == 0
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_tokens", 0),
+        ("blocks_per_rank", 0),
+        ("step_tokens", 9),
+        ("ageing", -1.0),
+        ("ageing", float("nan")),
+        ("ageing", float("inf")),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match=f"{field} is .*accepted"):
+        ControlPlaneSettings(**({"block_tokens": 10, "blocks_per_rank": 5} | {field: value}))
