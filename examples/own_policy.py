@@ -3,7 +3,16 @@
 Run: python examples/own_policy.py
 """
 
-from vertumnus import Composition, Placement, PlacementView, SimulationSettings, choose, load_profile, simulate, synthesise
+from vertumnus import (
+    Composition,
+    Placement,
+    PlacementView,
+    SimulationSettings,
+    choose,
+    load_profile,
+    simulate,
+    synthesise,
+)
 
 
 class GreenestPolicy:

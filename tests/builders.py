@@ -48,9 +48,9 @@ def chain(*labels: object, below: bytes | None = None) -> list[bytes]:
 
 
 def request(
-    request_id: int = 0, *, arrival_s: float = 0.0, input_tokens: int = 100, prompt: object | None = None
+    request_id: int = 0, *, arrival_s: float = 0.0, input_tokens: int = 100, prompt: object = None
 ) -> PrefillRequest:
-    """A request whose full blocks follow from `prompt`; requests with different prompts (default: the id) share none."""
+    """A request whose full blocks follow from `prompt` (default: the id); different prompts share none."""
     label = ("request", request_id) if prompt is None else prompt
     blocks = chain(*[(label, position) for position in range(input_tokens // BLOCK_TOKENS)])
     return PrefillRequest(request_id, arrival_s, input_tokens, blocks)
@@ -120,7 +120,10 @@ def profile(**changes: Any) -> Profile:
         "first_token_s": 2.0,
         "switch_s": 0.5,
     }
-    return replace(load_profile(), **(figures | changes))
+    known = load_profile()
+    figures["kappa"] = None
+    figures["provenance"] = {key: known.provenance[key] for key in known.provenance if not key.startswith("kappa")}
+    return replace(known, **(figures | changes))
 
 
 T_EXT_S = 3.0

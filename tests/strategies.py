@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
-
 from tests.builders import BLOCK_TOKENS, play, request, simulated_pool
+
 from vertumnus.core.composition import compositions
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window
 from vertumnus.core.index import ReplicationSettings
@@ -18,7 +18,7 @@ from vertumnus.sim.pool import Failure, SimulatedPool
 
 @st.composite
 def request_lists(draw: st.DrawFn, max_size: int = 14) -> list[PrefillRequest]:
-    """Requests in order of arrival, often at one instant, of few prompts cut at random lengths: many common prefixes."""
+    """Requests in order of arrival, often at one instant, of few prompts cut anywhere: many common prefixes."""
     drawn = draw(
         st.lists(
             st.tuples(st.sampled_from([0.0, 0.0, 0.3, 1.7]), st.integers(0, 2), st.integers(1, 12 * BLOCK_TOKENS)),

@@ -1,13 +1,14 @@
 """Laws of the block store: conservation, order of eviction against a naive model, regrouping, and reports."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from tests.builders import chain
+
 from vertumnus.core.block_store import Allocation, BlockStore
 from vertumnus.errors import InvariantError
 
@@ -58,7 +59,7 @@ def test_no_block_goes_before_one_that_extends_it(num_ranks: int, blocks_per_ran
         for parent, blocks in store.chains():
             assert parent is None or parent in order
             run = [*([parent] if parent else []), *blocks]
-            assert all(order[above] > order[below] for above, below in zip(run, run[1:], strict=False))
+            assert all(order[above] > order[below] for above, below in pairwise(run))
 
 
 class Interleaved(RuleBasedStateMachine):

@@ -6,8 +6,8 @@
 from typing import TypeVar
 
 import pytest
-
 from tests.builders import BLOCK_TOKENS, control_plane, request
+
 from vertumnus.core.composition import Composition
 from vertumnus.core.control_plane import ControlPlaneSettings
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window

@@ -1,11 +1,13 @@
 """Laws of the cost model (eq. 1 and eq. 2), and of its chunked form."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.builders import DEGREES
+
 from vertumnus.core.cost import Coefficients, CostModel, attention_pairs, chunked_prefill_s
 from vertumnus.core.profile import load_profile
 from vertumnus.errors import ConfigError
@@ -33,13 +35,15 @@ def models() -> st.SearchStrategy[CostModel]:
 
 def models_by_degree() -> st.SearchStrategy[CostModel]:
     """The measured form: every degree has its own."""
-    return st.tuples(*[coefficients()] * len(DEGREES)).map(lambda each: CostModel(dict(zip(DEGREES, each, strict=True))))
+    return st.tuples(*[coefficients()] * len(DEGREES)).map(
+        lambda each: CostModel(dict(zip(DEGREES, each, strict=True)))
+    )
 
 
 @given(models(), TOKENS, TOKENS)
 def test_a_larger_degree_never_takes_longer(model, suffix, prefix):
     times_s = [model.prefill_s(suffix, prefix, degree) for degree in DEGREES]
-    assert all(large <= small * (1 + 1e-12) for small, large in zip(times_s, times_s[1:], strict=False))
+    assert all(large <= small * (1 + 1e-12) for small, large in pairwise(times_s))
 
 
 @given(models_by_degree(), TOKENS, TOKENS, st.integers(0, 10_000), st.sampled_from(DEGREES))

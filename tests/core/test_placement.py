@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.builders import DEGREES, view
+
 from vertumnus.core.cost import Coefficients, CostModel
 from vertumnus.core.placement import PaperPolicy
 from vertumnus.errors import ConfigError
@@ -102,11 +102,11 @@ def test_equal_workers_are_taken_in_order_of_their_id():
 
 @pytest.mark.parametrize("beta", [0.99, -1.0, float("nan"), float("inf")])
 def test_a_beta_below_one_is_refused(beta):
-    with pytest.raises(ConfigError, match="beta is .*accepted: a number >= 1"):
+    with pytest.raises(ConfigError, match=r"beta is .*accepted: a number >= 1"):
         PaperPolicy(beta=beta)
 
 
 @pytest.mark.parametrize("lambda_", [-0.01, float("nan"), float("inf")])
 def test_a_negative_lambda_is_refused(lambda_):
-    with pytest.raises(ConfigError, match="lambda is .*accepted: a number >= 0"):
+    with pytest.raises(ConfigError, match=r"lambda is .*accepted: a number >= 0"):
         PaperPolicy(lambda_=lambda_)

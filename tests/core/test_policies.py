@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.builders import DEGREES, view
+
 from vertumnus.core.placement import PlacementPolicy
 from vertumnus.core.policies import (
     POLICIES,
@@ -64,7 +64,15 @@ def test_every_policy_chooses_a_candidate_and_says_why(name, pools):
 def test_a_policy_leaves_what_it_looks_at_as_it_was(name, columns):
     seen, untouched = view(**columns), view(**columns)
     make_policy(name).place(seen)
-    for field in ("worker_ids", "degrees", "reusable_tokens", "service_s", "outstanding_s", "wait_s", "num_outstanding"):
+    for field in (
+        "worker_ids",
+        "degrees",
+        "reusable_tokens",
+        "service_s",
+        "outstanding_s",
+        "wait_s",
+        "num_outstanding",
+    ):
         np.testing.assert_array_equal(getattr(seen, field), getattr(untouched, field))
 
 

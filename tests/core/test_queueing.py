@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tests.builders import queued
+
 from vertumnus.core.queueing import Discipline, WorkerQueue
 
 AGEING = 10.0
@@ -68,7 +68,7 @@ def test_the_predicted_wait_is_the_work_that_would_really_be_served_before(disci
     assert num_behind == len(served) - position - 1
 
 
-@given(DISCIPLINES, st.lists(st.tuples(st.sampled_from("push pop remove back clear".split()), st.integers(0, 9))))
+@given(DISCIPLINES, st.lists(st.tuples(st.sampled_from(["push", "pop", "remove", "back", "clear"]), st.integers(0, 9))))
 def test_the_queued_seconds_are_the_sum_of_its_items_after_any_operations(discipline, operations):
     queue = WorkerQueue(discipline, AGEING)
     for request_id, (operation, number) in enumerate(operations):

@@ -95,7 +95,9 @@ def test_an_slo_is_read(text, slo):
     assert Slo.parse(text) == slo
 
 
-@pytest.mark.parametrize("text", ["", "L", "1+L", "-1", "1+-2L", "1.0+0.0002", "0.0002L+1", "nan", "inf", "1,5", "1+2l"])
+@pytest.mark.parametrize(
+    "text", ["", "L", "1+L", "-1", "1+-2L", "1.0+0.0002", "0.0002L+1", "nan", "inf", "1,5", "1+2l"]
+)
 def test_anything_else_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"slo is .*accepted: .*1\.0\+0\.0002L"):
         Slo.parse(text)

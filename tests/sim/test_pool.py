@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, given, settings
-
 from tests.builders import (
     BLOCK_TOKENS,
     COST_MODEL,
@@ -22,6 +21,7 @@ from tests.builders import (
     ttft_by_request,
 )
 from tests.strategies import Scenario, request_lists, scenarios
+
 from vertumnus.core.composition import Topology
 from vertumnus.core.cost import Coefficients
 from vertumnus.core.events import Action, CopyBlocks, CopyEnded, CopyReason, Event, ReclaimBlocks, StepStarted
@@ -139,6 +139,16 @@ def test_a_request_reuses_what_is_there_when_it_starts_not_when_it_is_placed():
     # Both arrive at once: the second was placed as a miss and finds the first one's blocks.
     requests = [request(number, input_tokens=100, prompt="same") for number in range(2)]
     assert play(simulated_pool("1x1"), requests).records.reused_tokens == [0, 90]
+
+
+def test_a_chunk_that_is_in_the_cache_by_now_costs_no_computing():
+    # Steps: 40, 40, 20+20, 40, 40 tokens. The second prompt is cut as a miss, but finds 80 tokens when it starts.
+    requests = [request(number, input_tokens=100, prompt="same") for number in range(2)]
+    pool = play(simulated_pool("1x1", step_tokens=40), requests)
+    first_s = 3 + 1.0 + 0.04 + 0.08 + 0.02
+    assert ttft_by_request(pool) == pytest.approx(
+        {0: first_s + T_EXT_S, 1: first_s + (1 + 0.06) + (1 + 0.2 + 0.08) + T_EXT_S}
+    )
 
 
 def test_packed_requests_share_the_fixed_cost_of_their_step():
@@ -275,7 +285,9 @@ def test_a_copy_between_workers_that_are_gone_fails_and_does_no_harm():
 
 def test_reclaiming_frees_and_reports_all_but_what_is_in_use():
     blocks = [*FILLED.blocks, *request(5, input_tokens=30).blocks]
-    pool, plane = scripted_pool("2x1", [ReclaimBlocks(0, blocks), ReclaimBlocks(1, LATER.blocks), ReclaimBlocks(9, blocks)])
+    pool, plane = scripted_pool(
+        "2x1", [ReclaimBlocks(0, blocks), ReclaimBlocks(1, LATER.blocks), ReclaimBlocks(9, blocks)]
+    )
     play(pool, [FILLED, LATER])
     removed = [event for _, event in plane.heard if isinstance(event, Removed)]
     assert [(event.worker_id, event.blocks) for event in removed] == [(0, tuple(FILLED.blocks))]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tests.builders import T_EXT_S, profile
 from tests.workload.trace_strategies import trace_of, traces
+
 from vertumnus.core.composition import Composition
 from vertumnus.core.policies import POLICIES
 from vertumnus.core.profile import load_profile
@@ -129,7 +129,8 @@ def test_idle_requests_take_their_service_and_the_transfer():
 def test_a_rejected_request_weighs_against_the_attainment():
     trace = trace_of([[0] * 8, [1] * 24], arrival_s=[0.0, 1.0])
     short = profile(
-        max_sequence_tokens=10, provenance=PROFILE.provenance | {"max_sequence_tokens": next(iter(PROFILE.provenance.values()))}
+        max_sequence_tokens=10,
+        provenance=PROFILE.provenance | {"max_sequence_tokens": next(iter(PROFILE.provenance.values()))},
     )
     result = simulate(trace, short, "paper", replace(FIXED, slo=Slo(100.0, 0.0)))
     assert (result.num_completed, result.num_rejected) == (1, 1)

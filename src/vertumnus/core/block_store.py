@@ -104,7 +104,7 @@ class BlockStore:
         following: dict[bytes, bytes] = {}
         starts = []
         for block, (_, parent) in reversed(self._resident.items()):
-            if parent in self._resident and parent not in following:
+            if parent is not None and parent in self._resident and parent not in following:
                 following[parent] = block
             else:
                 starts.append((parent, block))

@@ -92,7 +92,7 @@ class ControlPlaneSettings:
     """Requests above this length count as long."""
     max_switching_ratio: float = 0.5
     """Largest share of the GPUs that may be draining or switching at once."""
-    reconfiguration: ReconfigurationSettings = ReconfigurationSettings()
+    reconfiguration: ReconfigurationSettings = field(default_factory=ReconfigurationSettings)
     replication: ReplicationSettings | None = None
     """Algorithms 1 and 2; None: every worker's cache lives by itself."""
     scan_interval_s: float = 10.0
@@ -380,7 +380,7 @@ class ControlPlane:
         return actions
 
     def _source(self, block: bytes, destination: Worker) -> int | None:
-        """A worker to copy a block from: in the destination's node if possible, the lowest id; None if nobody has it."""
+        """A worker to copy a block from: in the destination's node if possible, lowest id; None if nobody has it."""
         node_of = self._reconfiguration.topology.node_of
         node = node_of(destination.group.first_rank)
         sources = []
@@ -655,7 +655,7 @@ class ControlPlane:
             max_operations=num_live,
             held=reconfiguration.held,
         )
-        started = []
+        started: list[Operation] = []
         for operation in planned:
             num_ranks = len(operation.ranks)
             # One operation may always go, or a pool of one node could never change.
@@ -710,10 +710,10 @@ class ControlPlane:
                         elif worker.status is WorkerStatus.PARKED:
                             actions.append(self._close_worker(worker))
                 case GroupLost(group):
-                    worker = self._serving.pop(group, None)
-                    if worker is not None:
-                        orphans += self._lose_worker(worker)
-                        actions += [self._close_worker(worker), *self._finish_handovers(worker)]
+                    lost = self._serving.pop(group, None)
+                    if lost is not None:
+                        orphans += self._lose_worker(lost)
+                        actions += [self._close_worker(lost), *self._finish_handovers(lost)]
                 case OperationRefused():
                     pass  # the layout changed under the plan; the next window plans anew
         for request in orphans:

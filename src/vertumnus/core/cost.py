@@ -74,7 +74,7 @@ class CostModel:
     """E_C(R, P), the predicted queue-free prefill time of every supported degree.
 
     E_C(R, P) = d + a*R + b*P + (c*R + alpha*W(R, P)) / C (eq. 2), with R the uncached suffix tokens, P the cached
-    prefix tokens and W their attention pairs (eq. 1). With one set of coefficients for all degrees (`CostModel.uniform`)
+    prefix tokens and W their attention pairs (eq. 1). With one set of coefficients for all degrees (see `uniform`)
     time never rises with C; with coefficients per degree it may, as measured CP does on short prompts.
     """
 
@@ -134,4 +134,5 @@ def chunked_prefill_s(
     num_chunks = np.ceil(np.maximum(suffix_tokens, 1) / step_tokens)
     further = num_chunks - 1
     replayed_tokens = further * prefix_tokens + step_tokens * num_chunks * further / 2
-    return costs.prefill_s(suffix_tokens, prefix_tokens) + further * costs.fixed + costs.per_prefix * replayed_tokens
+    more_s: FloatArray = further * costs.fixed + costs.per_prefix * replayed_tokens
+    return costs.prefill_s(suffix_tokens, prefix_tokens) + more_s

@@ -152,7 +152,7 @@ class LookaheadController:
         differences = (sums[:, worse] - sums[:, better]) / np.array(self._counts)
         mean = float(weights @ differences)
         variance = float((weights**2) @ (differences - mean) ** 2)
-        return mean / max(np.sqrt(variance), 1e-12)
+        return mean / max(float(np.sqrt(variance)), 1e-12)
 
     def _drop_hopeless(self, mean_ttft_s: FloatArray, keep: Sequence[int]) -> None:
         """Follows the best `max_shadows` compositions only, later those alone that may still turn out best."""

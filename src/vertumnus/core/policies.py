@@ -7,6 +7,7 @@ each runs with either queue discipline.
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vertumnus.core.cost import FloatArray
 from vertumnus.core.placement import PaperPolicy, Placement, PlacementPolicy, PlacementView, VertumnusPolicy, choose
@@ -66,11 +67,11 @@ class LengthThreshold:
         cost = np.where(self._eligible(view), view.outstanding_s, np.inf)
         return choose(view, cost, "least outstanding seconds in its length class")
 
-    def _eligible(self, view: PlacementView) -> np.ndarray:
-        largest = view.degrees.max()
-        if view.input_tokens > self._long_tokens or largest == view.degrees.min():
-            return view.degrees == largest
-        return view.degrees < largest
+    def _eligible(self, view: PlacementView) -> NDArray[np.bool_]:
+        is_largest: NDArray[np.bool_] = view.degrees == view.degrees.max()
+        if view.input_tokens > self._long_tokens or is_largest.all():
+            return is_largest
+        return ~is_largest
 
 
 class LengthThresholdWithCache(LengthThreshold):

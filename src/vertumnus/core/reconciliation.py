@@ -84,11 +84,11 @@ def assign_prefixes(held: Sequence[Sequence[Chain]], demand: Callable[[bytes], f
         held_blocks = [sum(block in blocks for block in tail) for blocks in own]
         child = min(range(len(held)), key=lambda k: (load[k] if weight else 0.0, -held_blocks[k], k))
         path = []
-        block: bytes | None = leaf
-        while block is not None and block in parent_of and block not in needed[child] and block not in broken:
-            path.append(block)
-            block = parent_of[block]
-        if block is not None and (block not in parent_of or block in broken):
+        above = leaf
+        while above is not None and above in parent_of and above not in needed[child] and above not in broken:
+            path.append(above)
+            above = parent_of[above]
+        if above is not None and (above not in parent_of or above in broken):
             broken.update(path)
             continue
         load[child] += weight

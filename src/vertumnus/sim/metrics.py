@@ -1,4 +1,4 @@
-"""What a run is judged by. `docs/metrics.md` defines every figure in symbols; each is computed here and nowhere else."""
+"""What a run is judged by. `docs/metrics.md` defines every figure in symbols; each is computed here alone."""
 
 import re
 from dataclasses import dataclass, field

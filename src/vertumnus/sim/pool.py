@@ -163,9 +163,7 @@ class SimulatedPool:
         handle = self.control_plane.handle
         while request is not None or self._num_open:
             # An arrival goes after everything of its instant but timers.
-            if request is not None and (
-                not heap or (request.arrival_s, Priority.ARRIVAL) < (heap[0][0], heap[0][1])
-            ):
+            if request is not None and (not heap or (request.arrival_s, Priority.ARRIVAL) < (heap[0][0], heap[0][1])):
                 self._advance(request.arrival_s)
                 self._num_open += 1
                 self._perform(handle(RequestArrived(request), self.now_s))
@@ -262,7 +260,8 @@ class SimulatedPool:
                 worker.partial[request.request_id] = (allocation, self.now_s, prefix)
             else:
                 allocation = worker.partial[request.request_id][0]
-                prefix = item.start_tokens
+                # More may be there than the prediction, and so the cut of the chunks, knew.
+                prefix = max(item.start_tokens, allocation.num_reused * self._block_tokens)
             reused_tokens.append(prefix)
             suffix = max(item.end_tokens - prefix, 0)
             # Requests packed into one step share its fixed cost.
@@ -349,7 +348,7 @@ class SimulatedPool:
         self._at(end_s, Priority.COPY_ENDED, self._finish_copy, action.copy_id)
 
     def _occupy_links(self, source: _SimWorker, destination: _SimWorker, num_blocks: int) -> float:
-        """When the copy will be done. Inside a node each worker's ranks have their own links; between nodes all share."""
+        """When the copy will be done. Inside a node each worker has its own links; between nodes all share."""
         profile = self._profile
         num_bytes = num_blocks * self._block_tokens * profile.kv_bytes_per_token
         nodes = [self._topology.node_of(worker.group.first_rank) for worker in (source, destination)]
