@@ -180,6 +180,16 @@ def test_bench_trie_records_environment_and_figures_without_paths(run_json):
     document = run_json("bench", "trie", "--blocks", 2000, "--workers", 8)
     assert document["bench"] == "trie"
     assert document["environment"].keys() >= {"hardware", "cores", "python", "numpy", "commit", "command"}
-    assert "/" not in document["environment"]["command"].replace("bench", "")
+    assert document["environment"]["command"] == "vertumnus bench trie --blocks 2000 --workers 8 --seed 0"
     operations = {entry["operation"] for entry in document["results"]}
     assert operations >= {"insert", "remove", "match", "scan"}
+
+
+def test_bench_placement_times_every_size(run_json, monkeypatch):
+    monkeypatch.setattr("vertumnus.bench.placement.NUM_WORKERS", (64,))
+    monkeypatch.setattr("vertumnus.bench.placement.PROMPT_TOKENS", (8192,))
+    document = run_json("bench", "placement", "--samples", 10)
+    for entry, ratio in zip(document["results"], (0.5, 0.95), strict=True):
+        assert (entry["num_workers"], entry["block_tokens"], entry["prompt_tokens"]) == (64, 64, 8192)
+        assert entry["cached_ratio"] == ratio
+        assert 0 < entry["p50_s"] <= entry["p99_s"]

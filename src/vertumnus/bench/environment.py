@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-import sys
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -63,7 +62,3 @@ def _commit() -> str | None:
         return None
     return f"{commit} with changes" if git("status", "--porcelain", "--untracked-files=no", ":/src") else commit
 
-
-def command_line() -> str:
-    """The command as it was typed, without the path of the program."""
-    return " ".join(["vertumnus", *sys.argv[1:]])

@@ -1,5 +1,6 @@
 """`vertumnus bench`: speed and memory of this program on this machine."""
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,7 +23,7 @@ def placement(samples: int, seed: int, as_json: bool) -> None:
     from vertumnus.bench.placement import run
 
     note("building and timing; about a minute")
-    _show("placement", run(seed=seed, num_samples=samples), as_json)
+    _show("placement", run(seed=seed, num_samples=samples), as_json, samples=samples, seed=seed)
 
 
 @command.command("trie")
@@ -35,7 +36,7 @@ def trie(blocks: int, workers: int, seed: int, as_json: bool) -> None:
     from vertumnus.bench.trie import run
 
     note("building and timing; about a minute")
-    _show("trie", run(blocks, workers, seed), as_json)
+    _show("trie", run(blocks, workers, seed), as_json, blocks=blocks, workers=workers, seed=seed)
 
 
 @command.command("sim")
@@ -48,14 +49,19 @@ def sim(trace: str | None, large: bool, seed: int, as_json: bool) -> None:
     from vertumnus.bench.simulator import run
 
     note("replaying; about a minute" if not large else "replaying up to a million requests; some minutes")
-    _show("sim", run(trace=trace, seed=seed, with_large=large), as_json)
+    results = run(trace=trace, seed=seed, with_large=large)
+    _show("sim", results, as_json, trace=trace and Path(trace).name, large=large, seed=seed)
 
 
-def _show(name: str, results: list[dict[str, Any]], as_json: bool) -> None:
-    from vertumnus.bench.environment import command_line, environment
+def _show(name: str, results: list[dict[str, Any]], as_json: bool, **options: Any) -> None:
+    """Prints what was measured, with the command that repeats it; files are named without their folders."""
+    from vertumnus.bench.environment import environment
 
     if as_json:
-        print_json({"bench": name, "environment": environment(command_line()), "results": results})
+        given = {f"--{option}": value for option, value in options.items() if value is not None and value is not False}
+        words = [flag if value is True else f"{flag} {value}" for flag, value in given.items()]
+        command_line = " ".join(["vertumnus bench", name, *words])
+        print_json({"bench": name, "environment": environment(command_line), "results": results})
         return
     columns = list(dict.fromkeys(key for entry in results for key in entry))
     print_table(f"bench {name}", columns, [[_cell(entry.get(column)) for column in columns] for entry in results])

@@ -1,0 +1,173 @@
+"""The look-ahead controller: finds the right composition, from anywhere, and then stays."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vertumnus.core.composition import Composition, Topology, compositions, lay_out
+from vertumnus.core.controller import Arrivals, PoolState, Window
+from vertumnus.core.lookahead_controller import LookaheadController, LookaheadSettings, candidate_compositions
+from vertumnus.core.profile import load_profile
+from vertumnus.core.rollout import Shadows, finish, rollout_ttft_s
+from vertumnus.errors import ConfigError
+
+COST = load_profile().cost_model()
+TWO_NODES = Topology(16)
+WINDOW_S = 20.0
+
+
+def arrivals(start_s, gaps_s, input_tokens, hit_ratio=0.3):
+    tokens = np.asarray(input_tokens, dtype=float)
+    arrival_s = start_s + np.cumsum(np.asarray(gaps_s, dtype=float))
+    return Arrivals(arrival_s=arrival_s, input_tokens=tokens, prefix_tokens=np.floor(tokens * hit_ratio / 512) * 512)
+
+
+def window(index, arrived):
+    return Window(
+        start_s=index * WINDOW_S,
+        end_s=(index + 1) * WINDOW_S,
+        demand_s_per_s=1.0,
+        num_requests=len(arrived),
+        arrivals=arrived,
+    )
+
+
+def state(composition, topology=TWO_NODES):
+    return PoolState(layout=lay_out(composition, topology), topology=topology, degrees=(1, 2, 4, 8))
+
+
+def drive(controller, start, windows, topology=TWO_NODES):
+    """Plays windows, follows every proposal at once; returns the composition after each window."""
+    current = Composition.parse(start)
+    path = []
+    for each in windows:
+        proposal = controller.observe(each, state(current, topology))
+        if proposal is not None:
+            assert proposal.target != current
+            current = proposal.target
+        path.append(current)
+    return path
+
+
+def equal_windows(num_windows, num_requests, input_tokens):
+    gap_s = WINDOW_S / (num_requests + 1)
+    lengths = [input_tokens[index % len(input_tokens)] for index in range(num_requests)]
+    return [window(k, arrivals(k * WINDOW_S, [gap_s] * num_requests, lengths)) for k in range(num_windows)]
+
+
+def poisson_windows(num_windows, rate_per_s, seed):
+    rng = np.random.default_rng(seed)
+    windows = []
+    for index in range(num_windows):
+        count = rng.poisson(rate_per_s * WINDOW_S)
+        at_s = np.sort(rng.uniform(0, WINDOW_S, count))
+        lengths = np.clip(rng.lognormal(8.6, 1.0, count), 100, 120_000)
+        windows.append(window(index, arrivals(index * WINDOW_S, np.diff(at_s, prepend=0.0), lengths)))
+    return windows
+
+
+def transitions(path):
+    return [index for index in range(1, len(path)) if path[index] != path[index - 1]]
+
+
+@settings(max_examples=15)
+@given(
+    num_requests=st.integers(1, 150),
+    input_tokens=st.lists(st.integers(100, 100_000), min_size=1, max_size=5),
+    start=st.sampled_from(["16x1", "8x2", "4x4", "2x8", "4x1,2x2,2x4"]),
+)
+def test_equal_windows_give_finitely_many_transitions_then_none(num_requests, input_tokens, start):
+    path = drive(LookaheadController(COST), start, equal_windows(40, num_requests, input_tokens))
+    assert len(transitions(path)) <= 4
+    assert not [index for index in transitions(path) if index >= 20]
+
+
+@pytest.mark.parametrize("rate_per_s", [2.0, 5.0, 8.0])
+def test_poisson_arrivals_of_constant_rate_give_at_most_two_transitions_an_hour_once_settled(rate_per_s):
+    settled, hour = 45, 180
+    path = drive(LookaheadController(COST), "8x2", poisson_windows(settled + hour, rate_per_s, seed=int(rate_per_s)))
+    assert len([index for index in transitions(path) if index >= settled]) <= 2
+
+
+def test_light_long_traffic_goes_to_large_degrees_and_heavy_short_traffic_to_small_ones():
+    light = drive(LookaheadController(COST), "16x1", equal_windows(10, 4, [60_000]))[-1]
+    heavy = drive(LookaheadController(COST), "2x8", equal_windows(10, 700, [6_000]))[-1]
+    assert light.degrees[-1] == 8
+    assert heavy.degrees[0] == 1
+    assert heavy.num_workers > light.num_workers
+
+
+def test_far_from_right_one_window_is_enough_and_the_gap_is_taken_at_once():
+    path = drive(LookaheadController(COST), "2x8", equal_windows(1, 300, [8_000]))
+    assert path[0].num_workers >= 5  # three splits or more in one proposal
+
+
+def test_changed_traffic_is_followed_within_two_windows():
+    first = equal_windows(12, 4, [60_000])
+    second = equal_windows(6, 500, [6_000])
+    path = drive(LookaheadController(COST), "4x4", first + second)
+    assert path[11] != path[13]
+    assert path[13].num_workers > path[11].num_workers
+
+
+def test_nothing_is_proposed_without_traffic_or_during_a_transition():
+    controller = LookaheadController(COST)
+    assert controller.observe(window(0, arrivals(0, [], [])), state(Composition.parse("2x8"))) is None
+    busy = equal_windows(2, 300, [8_000])
+    layout = lay_out(Composition.parse("2x8"), TWO_NODES)
+    moving = PoolState(layout=layout, topology=TWO_NODES, degrees=(1, 2, 4, 8), in_transition=True)
+    assert controller.observe(busy[1], moving) is None
+
+
+def test_a_proposal_says_what_it_rests_on():
+    proposal = LookaheadController(COST).observe(equal_windows(1, 300, [8_000])[0], state(Composition.parse("2x8")))
+    assert proposal is not None
+    assert proposal.figures["target_mean_ttft_s"] < 0.5 * proposal.figures["mean_ttft_s"]
+
+
+def test_a_large_pool_is_searched_through_multiples_of_a_few_nodes():
+    topology = Topology(64 * 8)
+    layout = lay_out(Composition.of({8: 64}), topology)
+    found = candidate_compositions(PoolState(layout=layout, topology=topology, degrees=(1, 2, 4, 8)))
+    assert 100 < len(found) < 400
+    assert {each.num_gpus for each in found} == {512}
+
+
+def test_a_shadow_is_the_fifo_recursion_over_the_cheapest_worker():
+    composition = Composition.parse("2x1,1x2")
+    arrived = arrivals(0.0, [0.1] * 40, [3_000, 9_000, 30_000, 500] * 10)
+    got = finish(rollout_ttft_s([composition], arrived, COST, beta=2.0, lambda_=0.3))[:, 0]
+    free_s, degrees = [0.0, 0.0, 0.0], [1, 1, 2]
+    for index in range(40):
+        prefix = arrived.prefix_tokens[index]
+        suffix = arrived.input_tokens[index] - prefix
+        now_s = arrived.arrival_s[index]
+        service_s = [COST.prefill_s(suffix, prefix, degree) for degree in degrees]
+        begin_s = [max(each, now_s) for each in free_s]
+        cost = [b + (2.0 + 0.3 * d) * s for b, d, s in zip(begin_s, degrees, service_s, strict=True)]
+        best = cost.index(min(cost))
+        free_s[best] = begin_s[best] + service_s[best]
+        assert got[index] == pytest.approx(free_s[best] - now_s)
+
+
+def test_shadows_carry_their_queues_from_one_replay_to_the_next():
+    candidates = compositions(Topology(8), (1, 2, 4, 8))
+    arrived = arrivals(0.0, [0.05] * 60, [5_000, 20_000] * 30)
+    halves = [
+        Arrivals(
+            arrival_s=arrived.arrival_s[part],
+            input_tokens=arrived.input_tokens[part],
+            prefix_tokens=arrived.prefix_tokens[part],
+        )
+        for part in (slice(0, 30), slice(30, 60))
+    ]
+    shadows = Shadows(candidates, COST)
+    in_two = np.concatenate([finish(shadows.replay(half)) for half in halves])
+    assert np.array_equal(in_two, finish(Shadows(candidates, COST).replay(arrived)))
+
+
+@pytest.mark.parametrize("bad", [{"min_gain_ratio": 0.0}, {"urgent_gain_ratio": 1.0}, {"min_windows": 0}, {"gain_sigmas": 0}])
+def test_settings_out_of_range_are_named(bad):
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        LookaheadSettings(**bad)
