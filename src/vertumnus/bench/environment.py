@@ -61,4 +61,3 @@ def _commit() -> str | None:
     if commit is None or git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     return f"{commit} with changes" if git("status", "--porcelain", "--untracked-files=no", ":/src") else commit
-

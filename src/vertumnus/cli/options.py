@@ -113,7 +113,7 @@ class PoolOptions:
             is_fixed=self.fixed,
             has_replication=not self.no_replication,
             controller=self.controller,
-            pulls=Pulls(self.pulls),
+            pulls=None if self.pulls == "auto" else Pulls(self.pulls),
             discipline=Discipline(self.queue),
             step_tokens=self.step_tokens,
             blocks_per_rank=self.kv_blocks,
@@ -172,10 +172,11 @@ _POOL_OPTIONS = (
     ),
     click.option(
         "--pulls",
-        type=click.Choice(["none", "pending", "any"]),
-        default="pending",
+        type=click.Choice(["auto", "none", "pending", "any"]),
+        default="auto",
         show_default=True,
-        help="Blocks that a request may have copied in: none, what a split took away, or any worker's.",
+        help="Blocks that a request may have copied in: none, what a split took away, any worker's; auto: any for "
+        "our policies unless --no-replication.",
     ),
     click.option("--kv-blocks", type=click.IntRange(1), help="KV blocks per GPU (default: the profile's capacity)."),
     click.option(

@@ -96,6 +96,9 @@ def _scaled(base: Composition, num_gpus: int, base_gpus: int) -> Composition:
 
 
 def _can_be_laid_out(composition: Composition, topology: Topology) -> bool:
+    node_gpus = topology.node_gpus
+    if topology.num_gpus % node_gpus == 0 and node_gpus & (node_gpus - 1) == 0:
+        return composition.num_gpus == topology.num_gpus  # blocks of whole nodes: largest first, nothing is left over
     try:
         lay_out(composition, topology)
     except ConfigError:

@@ -5,6 +5,7 @@ memory of a block independent of the number of workers, and lets a scan look rep
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,12 @@ def slots_of(mask: int) -> list[int]:
         slots.append(lowest.bit_length() - 1)
         mask ^= lowest
     return slots
+
+
+@lru_cache(maxsize=4096)
+def slot_array(mask: int) -> NDArray[np.intp]:
+    """The slots of a mask as an index for NumPy. Shared: read only."""
+    return np.array(slots_of(mask), dtype=np.intp)
 
 
 class HolderSets:

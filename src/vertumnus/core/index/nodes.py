@@ -1,12 +1,15 @@
-"""The nodes of the trie as columns, one row per block, with a hash table from block hash to row.
+"""The nodes of the trie as columns, one row per block, found by block hash.
 
 Rows are numbered from 1; row 0 is the root, the empty prefix. Scalars are read and written through memoryviews of the
 NumPy columns, which is several times faster than NumPy indexing; whole ranges go through NumPy.
+
+A block is found in one of two places. *Young* rows are in a dictionary, which is fast and takes some 140 bytes a
+block; when it is full, all of them move at once into an open hash table over the `words` column, which takes about 10.
 """
 
 from array import array
-from collections.abc import Container, Iterable, Sequence
-from itertools import islice
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from struct import Struct, unpack
 from typing import Any
 
@@ -21,6 +24,13 @@ HASH_BYTES = 16
 _PAIR = Struct("<2Q")
 _FIRST_READ_AHEAD_BLOCKS = 8
 _MAX_READ_AHEAD_BLOCKS = 64
+_SINGLE_BLOCKS = 32
+"""So many blocks of a path are walked one by one before it pays to compare whole stretches."""
+_MAX_YOUNG = 1 << 17
+_YOUNG_BYTES = 140
+_SHORT_CHAIN_BLOCKS = 24
+"""Below this, a loop over scalars writes faster than NumPy."""
+_ZERO_HASH = bytes(HASH_BYTES)
 
 
 class Column:
@@ -72,13 +82,17 @@ class NodeTable:
         self.end = 1
         """One past the highest row ever used."""
         self._free = array("i")
+        self._young: dict[bytes, int] = {_ZERO_HASH: ROOT}
+        """Row by block hash. The zero hash, which marks a dead row, is no block and so 'known' from the start."""
         self._table = Column(np.zeros(2048, dtype=np.int32))
+        """The rows that are not young, by the low bits of their hash; runs of equal bits follow each other."""
+        self._num_old = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all columns and of the hash table."""
+        """Memory of all columns, of the hash table, and about that of the dictionary of young rows."""
         arrays = (self.words.values, self._places, self._demand, self._table.values)
-        return sum(values.nbytes for values in arrays) + 4 * len(self._free)
+        return sum(values.nbytes for values in arrays) + 4 * len(self._free) + _YOUNG_BYTES * len(self._young)
 
     def hash_of(self, node: int) -> bytes:
         """The block hash of a row."""
@@ -86,34 +100,43 @@ class NodeTable:
 
     def find(self, block: bytes) -> int:
         """The row of a block, ROOT if there is none."""
-        if len(block) != HASH_BYTES:
-            return ROOT
-        low, high = _PAIR.unpack(block)
-        words, table = self.words.cells, self._table.cells
-        mask = len(table) - 1
-        probe = low & mask
-        node: int = table[probe]
-        while node and not (words[2 * node] == low and words[2 * node + 1] == high):
-            probe = (probe + 1) & mask
-            node = table[probe]
-        return node
+        node = self._young.get(block, ROOT)
+        if node or not self._num_old or len(block) != HASH_BYTES:
+            return node
+        return self._find_old(*_PAIR.unpack(block))
 
     def walk(self, hashes: Iterable[bytes], parent: int = ROOT) -> "array[int]":
         """The rows of the longest known part of a chain below `parent`.
 
         Reads the chain lazily: never further ahead than a quarter of what it has matched, or a handful of blocks.
-        Each stretch read is first compared as a whole with the rows that follow, then block by block.
         """
         nodes = array("i")
+        append, get, parents = nodes.append, self._young.get, self.parent.cells
+        unread = iter(hashes)
+        for block in islice(unread, _SINGLE_BLOCKS):
+            node = get(block)
+            if not node:
+                if self._num_old:
+                    self._walk_stretches(nodes, chain((block,), unread), parent)
+                return nodes
+            if parents[node] != parent:
+                return nodes
+            append(node)
+            parent = node
+        if len(nodes) == _SINGLE_BLOCKS:
+            self._walk_stretches(nodes, unread, parent)
+        return nodes
+
+    def _walk_stretches(self, nodes: "array[int]", unread: Iterator[bytes], parent: int) -> None:
+        """Walks on: each stretch read is first compared as a whole with the rows that follow, then block by block."""
         words, table, hash_bytes = self.words.cells, self._table.cells, self.hash_bytes
-        parents, depths = self.parent.cells, self.depth.cells
+        parents, depths, get = self.parent.cells, self.depth.cells, self._young.get
         mask = len(table) - 1
         depth = depths[parent]
-        unread = iter(hashes)
-        read_ahead = _FIRST_READ_AHEAD_BLOCKS
-        while chunk := tuple(islice(unread, read_ahead)):
-            size = len(chunk)
-            joined = b"".join(chunk)
+        read_ahead = min(max(depth >> 2, _FIRST_READ_AHEAD_BLOCKS), _MAX_READ_AHEAD_BLOCKS)
+        while stretch := tuple(islice(unread, read_ahead)):
+            size = len(stretch)
+            joined = b"".join(stretch)
             start, end = parent + 1, parent + 1 + size
             depth += size
             if (
@@ -127,78 +150,124 @@ class NodeTable:
                 read_ahead = min(max(depth >> 2, _FIRST_READ_AHEAD_BLOCKS), _MAX_READ_AHEAD_BLOCKS)
                 continue
             halves = iter(unpack(f"<{2 * size}Q", joined))
-            for low, high in zip(halves, halves, strict=True):
-                probe = low & mask
-                node = table[probe]
-                while node and not (words[2 * node] == low and words[2 * node + 1] == high):
-                    probe = (probe + 1) & mask
+            for block, low, high in zip(stretch, halves, halves, strict=True):
+                node = get(block)
+                if node is None:
+                    probe = low & mask
                     node = table[probe]
+                    while node and not (words[2 * node] == low and words[2 * node + 1] == high):
+                        probe = (probe + 1) & mask
+                        node = table[probe]
                 if not node or parents[node] != parent:
-                    return nodes
+                    return
                 nodes.append(node)
                 parent = node
-        return nodes
 
-    def append_chain(self, parent: int, blocks: tuple[bytes, ...]) -> list[int]:
+    def append_chain(self, parent: int, blocks: tuple[bytes, ...]) -> "array[int]":
         """Creates the rows of a chain below `parent` and returns them. Stops before a block that is known already, or
         all zero, which marks a dead row."""
-        self._reserve(len(blocks))
-        words, table = self.words.cells, self._table.cells
-        parents, depths, first_child = self.parent.cells, self.depth.cells, self.first_child.cells
-        mask = len(table) - 1
-        free, end = self._free, self.end
-        depth = depths[parent]
-        sibling = first_child[parent]
-        made: list[int] = []
-        halves = iter(unpack(f"<{2 * len(blocks)}Q", b"".join(blocks)))
-        for low, high in zip(halves, halves, strict=True):
-            probe = low & mask
-            while node := table[probe]:
-                if words[2 * node] == low and words[2 * node + 1] == high:
-                    break
-                probe = (probe + 1) & mask
-            if node or not (low or high):
-                break
-            if free:
-                node = free.pop()
-            else:
-                node = end
-                end += 1
-            table[probe] = node
-            words[2 * node] = low
-            words[2 * node + 1] = high
-            depth += 1
-            depths[node] = depth
-            parents[node] = parent
-            first_child[parent] = node
-            made.append(node)
-            parent = node
-        if made and sibling:
+        young = self._young
+        if self._num_old or not young.keys().isdisjoint(blocks):
+            blocks = self._new_part(blocks)
+        num_blocks = len(blocks)
+        self._reserve(num_blocks)
+        num_young = len(young)
+        made = self._take_rows(num_blocks)
+        young.update(zip(blocks, made, strict=True))
+        if len(young) != num_young + num_blocks:  # a block twice in one chain
+            distinct = list(dict.fromkeys(blocks))
+            num_blocks = next(k for k, block in enumerate(blocks) if k == len(distinct) or block != distinct[k])
+            self._free.extend(made[num_blocks:][::-1])
+            made, blocks = made[:num_blocks], blocks[:num_blocks]
+            for block in distinct[num_blocks:]:
+                del young[block]
+            young.update(zip(blocks, made, strict=True))
+        if not made:
+            return made
+        sibling = self.first_child.cells[parent]
+        if sibling:
             self.next_sibling.cells[made[0]] = sibling
             self.previous_sibling.cells[sibling] = made[0]
-        self.end = end
-        self.num_nodes += len(made)
+        self._write_chain(parent, blocks, made)
+        self.num_nodes += num_blocks
+        if len(young) > _MAX_YOUNG:
+            self._age()
         return made
+
+    def _new_part(self, blocks: tuple[bytes, ...]) -> tuple[bytes, ...]:
+        """The head of a chain up to the first block that is known."""
+        rows = self.find_all(blocks)
+        if any(rows):
+            return blocks[: next(position for position, row in enumerate(rows) if row)]
+        return blocks[: blocks.index(_ZERO_HASH)] if _ZERO_HASH in blocks else blocks
+
+    def _take_rows(self, num_rows: int) -> "array[int]":
+        """Blank rows, the last freed first, so that a path that leaves and comes back has consecutive ones."""
+        free = self._free
+        num_reused = min(num_rows, len(free))
+        rows = free[len(free) - num_reused :]
+        del free[len(free) - num_reused :]
+        rows.reverse()
+        if num_reused < num_rows:
+            rows.extend(range(self.end, self.end + num_rows - num_reused))
+            self.end += num_rows - num_reused
+        return rows
+
+    def _write_chain(self, parent: int, blocks: tuple[bytes, ...], rows: "array[int]") -> None:
+        """Writes hash, depth and links of the rows of a chain."""
+        depth = self.depth.cells[parent]
+        if len(rows) < _SHORT_CHAIN_BLOCKS:
+            parents, depths, first_child = self.parent.cells, self.depth.cells, self.first_child.cells
+            hash_bytes = self.hash_bytes
+            for block, node in zip(blocks, rows, strict=True):
+                depth += 1
+                hash_bytes[HASH_BYTES * node : HASH_BYTES * node + HASH_BYTES] = block
+                depths[node] = depth
+                parents[node] = parent
+                first_child[parent] = node
+                parent = node
+            return
+        places = np.frombuffer(rows, dtype=np.int32)
+        self.words.values.reshape(-1, 2)[places] = np.frombuffer(b"".join(blocks), dtype=np.uint64).reshape(-1, 2)
+        self.depth.values[places] = np.arange(depth + 1, depth + 1 + len(rows))
+        above = np.concatenate(((parent,), places[:-1]))
+        self.parent.values[places] = above
+        self.first_child.values[above] = places
 
     def find_all(self, blocks: Sequence[bytes]) -> list[int]:
         """The row of every block, ROOT where there is none. Fastest for paths from the deepest block up."""
+        young = self._young
+        if not self._num_old:
+            return [young.get(block, ROOT) for block in blocks]
         words, table = self.words.cells, self._table.cells
         mask = len(table) - 1
         rows: list[int] = []
         node = 1
         halves = iter(unpack(f"<{2 * len(blocks)}Q", b"".join(blocks)))
-        for low, high in zip(halves, halves, strict=True):
+        for block, low, high in zip(blocks, halves, halves, strict=True):
             node -= 1
             if node > 0 and words[2 * node] == low and words[2 * node + 1] == high:
                 rows.append(node)  # the parent of the block before, made just before it
                 continue
-            probe = low & mask
-            node = table[probe]
-            while node and not (words[2 * node] == low and words[2 * node + 1] == high):
-                probe = (probe + 1) & mask
+            node = young.get(block, ROOT)
+            if not node:
+                probe = low & mask
                 node = table[probe]
+                while node and not (words[2 * node] == low and words[2 * node + 1] == high):
+                    probe = (probe + 1) & mask
+                    node = table[probe]
             rows.append(node)
         return rows
+
+    def _find_old(self, low: int, high: int) -> int:
+        words, table = self.words.cells, self._table.cells
+        mask = len(table) - 1
+        probe = low & mask
+        node: int = table[probe]
+        while node and not (words[2 * node] == low and words[2 * node + 1] == high):
+            probe = (probe + 1) & mask
+            node = table[probe]
+        return node
 
     def bury(self, rows: Iterable[int], kept: Container[int]) -> None:
         """Deletes those rows that have no child, an empty holder set and are not `kept`; then, as far as the same is
@@ -206,43 +275,59 @@ class NodeTable:
         parents, depths = self.parent.cells, self.depth.cells
         first_child, holder_set = self.first_child.cells, self.holder_set.cells
         next_sibling, previous_sibling = self.next_sibling.cells, self.previous_sibling.cells
-        words, table = self.words.cells, self._table.cells
-        mask = len(table) - 1
-        freed = array("i")
+        dead = array("i")
         for row in rows:
             node = row
-            while depths[node] and not first_child[node] and not holder_set[node] and node not in kept:
+            while not (first_child[node] or holder_set[node]) and depths[node] and node not in kept:
                 parent = parents[node]
                 sibling, previous = next_sibling[node], previous_sibling[node]
                 if previous:
                     next_sibling[previous] = sibling
-                    previous_sibling[node] = 0
                 else:
                     first_child[parent] = sibling
                 if sibling:
                     previous_sibling[sibling] = previous
-                    next_sibling[node] = 0
-                # Out of the hash table: later entries of its run move up, so that no tombstones accumulate.
-                hole = words[2 * node] & mask
-                while table[hole] != node:
-                    hole = (hole + 1) & mask
-                probe = (hole + 1) & mask
-                while follower := table[probe]:
-                    if (probe - words[2 * follower]) & mask >= (probe - hole) & mask:
-                        table[hole] = follower
-                        hole = probe
-                    probe = (probe + 1) & mask
-                table[hole] = 0
-                words[2 * node] = words[2 * node + 1] = 0
-                parents[node] = depths[node] = 0
-                freed.append(node)
+                depths[node] = 0
+                dead.append(node)
                 node = parent
-        if not freed:
-            return
-        dead = np.frombuffer(freed, dtype=np.int32)
-        self._demand[:, dead] = 0.0
-        self._free.extend(freed)
-        self.num_nodes -= len(freed)
+        if dead:
+            self._blank(dead)
+
+    def _blank(self, dead: "array[int]") -> None:
+        """Forgets the hashes of rows that hang in the tree no more, clears them and puts them on the free list."""
+        places = np.frombuffer(dead, dtype=np.int32)
+        words = self.words.values.reshape(-1, 2)
+        hashes = words[places].tobytes()
+        forget = self._young.pop
+        old = [
+            node
+            for node, at in zip(dead, range(0, len(hashes), HASH_BYTES), strict=True)
+            if not forget(hashes[at : at + HASH_BYTES], ROOT)
+        ]
+        if old:
+            self._forget_old(old)
+        words[places] = 0
+        self._places[:, places] = 0
+        self._demand[:, places] = 0.0
+        self._free.extend(dead)
+        self.num_nodes -= len(dead)
+
+    def _forget_old(self, rows: list[int]) -> None:
+        """Takes rows out of the hash table. Later entries of a run move up, so that no tombstones accumulate."""
+        words, table = self.words.cells, self._table.cells
+        mask = len(table) - 1
+        for node in rows:
+            hole = words[2 * node] & mask
+            while table[hole] != node:
+                hole = (hole + 1) & mask
+            probe = (hole + 1) & mask
+            while follower := table[probe]:
+                if (probe - words[2 * follower]) & mask >= (probe - hole) & mask:
+                    table[hole] = follower
+                    hole = probe
+                probe = (probe + 1) & mask
+            table[hole] = 0
+        self._num_old -= len(rows)
 
     def children(self, node: int) -> list[int]:
         """The children of a row, last created first."""
@@ -265,7 +350,7 @@ class NodeTable:
         return path
 
     def _reserve(self, num_blocks: int) -> None:
-        """Room for so many more rows, by half at a time; the hash table stays at most 5/8 full."""
+        """Room for so many more rows, by half at a time."""
         needed = self.end + num_blocks
         if needed > self._capacity:
             self._capacity = max(needed, self._capacity * 3 // 2)
@@ -275,16 +360,20 @@ class NodeTable:
             self._demand = _grown(self._demand, self._capacity)
             for column, values in zip(self._columns, [*self._places, *self._demand], strict=True):
                 column.adopt(values)
-        size = len(self._table.values)
-        if 8 * (self.num_nodes + num_blocks) > 5 * size:
-            while 8 * (self.num_nodes + num_blocks) > 5 * size:
-                size *= 2
-            self._rehash(size)
 
-    def _rehash(self, size: int) -> None:
-        self._table.adopt(np.zeros(size, dtype=np.int32))
+    def _age(self) -> None:
+        """Moves all young rows into the hash table, which stays at most 5/8 full."""
+        size = len(self._table.values)
+        if 8 * self.num_nodes > 5 * size:
+            while 8 * self.num_nodes > 5 * size:
+                size *= 2
+            self._table.adopt(np.zeros(size, dtype=np.int32))
+            rows = np.flatnonzero(self.depth.values[: self.end]).astype(np.int32)
+        else:
+            rows = np.fromiter(self._young.values(), dtype=np.int32, count=len(self._young))[1:]
+        self._young = {_ZERO_HASH: ROOT}
+        self._num_old = self.num_nodes
         values = self._table.values
-        rows = np.flatnonzero(self.depth.values[: self.end]).astype(np.int32)
         probes = (self.words.values[2 * rows.astype(np.int64)] & np.uint64(size - 1)).astype(np.int64)
         while len(rows):
             empty = values[probes] == 0
@@ -317,5 +406,6 @@ class NodeTable:
                 stack.append(child)
                 if self.find(self.hash_of(child)) != child:
                     raise InvariantError(f"row {child} is not found by its hash")
-        if reached != len(alive) or int(np.count_nonzero(self._table.values)) != len(alive):
+        num_old = int(np.count_nonzero(self._table.values))
+        if reached != len(alive) or num_old != self._num_old or num_old + len(self._young) - 1 != len(alive):
             raise InvariantError(f"{len(alive)} rows live, {reached} hang in the tree")

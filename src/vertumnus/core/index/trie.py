@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vertumnus.core.index.holder_sets import HolderSets, slots_of
+from vertumnus.core.index.holder_sets import HolderSets, slot_array
 from vertumnus.core.index.nodes import Column, NodeTable
 from vertumnus.errors import InvariantError
 
@@ -70,14 +70,15 @@ class Trie:
             return
         bit = 1 << slot
         num_added = 0
+        sets = self.sets
         starts, set_ids = self.set_runs(path)
         for start, end, set_id in zip(starts, [*starts[1:], len(path)], set_ids, strict=True):
-            mask = self.sets.masks[set_id]
+            mask = sets.masks[set_id]
             if mask & bit:
                 continue
-            grown = self.sets.intern(mask | bit)
+            grown = sets.intern(mask | bit)
             self._mark(path[start:end] if len(starts) > 1 else path, grown, stored_s)
-            self.sets.move(set_id, grown, end - start)
+            sets.move(set_id, grown, end - start)
             num_added += end - start
         self.resident_blocks[slot] += num_added
         self.version += 1
@@ -219,34 +220,45 @@ class Trie:
     # Paths
 
     def set_runs(self, path: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The path as stretches of equal holder set: (where each starts, its set id)."""
-        if len(path) <= _SHORT_PATH_BLOCKS:
-            cells = self.nodes.holder_set.cells
-            starts, ids, last = [], [], -1
-            for position, node in enumerate(path):
-                set_id = cells[node]
-                if set_id != last:
-                    starts.append(position)
-                    ids.append(set_id)
-                    last = set_id
+        """The path as stretches of equal holder set: (where each starts, its set id).
+
+        Sets only shrink along a path, so that a stretch lies between two equal sets: its end is found by bisection.
+        """
+        starts: list[int] = []
+        ids: list[int] = []
+        if not path:
             return starts, ids
-        sets = self.nodes.holder_set.values[np.asarray(path, dtype=np.int32)]
-        change = np.flatnonzero(sets[1:] != sets[:-1]) + 1
-        return [0, *change.tolist()], [int(sets[0]), *sets[change].tolist()]
+        cells = self.nodes.holder_set.cells
+        last_id = cells[path[-1]]
+        start = 0
+        while (set_id := cells[path[start]]) != last_id:
+            starts.append(start)
+            ids.append(set_id)
+            low, high = start + 1, len(path) - 1
+            while low < high:
+                middle = (low + high) // 2
+                if cells[path[middle]] == set_id:
+                    low = middle + 1
+                else:
+                    high = middle
+            start = low
+        starts.append(start)
+        ids.append(last_id)
+        return starts, ids
 
     def replica_blocks(
         self, starts: Sequence[int], ids: Sequence[int], num_blocks: int, num_slots: int
     ) -> NDArray[np.int32]:
         """Per slot, how long a prefix of a path (given as `set_runs`) it holds completely."""
         blocks = np.zeros(num_slots, dtype=np.int32)
+        if not ids:
+            return blocks
         masks = self.sets.masks
-        holders = 0
-        for start, set_id in zip(starts, ids, strict=True):
+        # Sets shrink along a path: whoever holds a later stretch is written again.
+        for end, set_id in zip([*starts[1:], num_blocks], ids, strict=True):
             mask = masks[set_id]
-            if start:
-                _set_slots(blocks, holders & ~mask, start)
-            holders = mask
-        _set_slots(blocks, holders, num_blocks)
+            if mask:
+                blocks[slot_array(mask)] = end
         return blocks
 
     # Demand
@@ -309,17 +321,6 @@ class Trie:
             raise InvariantError("a dead row is stranded")
         if residents != self.resident_blocks.tolist() or stranded != self.num_stranded:
             raise InvariantError("resident or stranded blocks are miscounted")
-
-
-def _set_slots(vector: NDArray[np.int32], mask: int, value: int) -> None:
-    """Writes a value at every slot of a mask."""
-    if mask.bit_count() > 8:
-        bits = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), dtype=np.uint8)
-        slots = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-        vector[slots] = value
-        return
-    for slot in slots_of(mask):
-        vector[slot] = value
 
 
 def _add(column: Column, path: "array[int]", amount: float) -> None:
