@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from vertumnus.core.composition import Composition, Topology, compositions, lay_out
 from vertumnus.core.controller import Arrivals, PoolState, Window
-from vertumnus.core.lookahead_controller import LookaheadController, LookaheadSettings, candidate_compositions
+from vertumnus.core.lookahead_controller import LookaheadController, LookaheadSettings
 from vertumnus.core.profile import load_profile
 from vertumnus.core.rollout import Shadows, finish, rollout_ttft_s
+from vertumnus.core.search_space import searchable_compositions
 from vertumnus.errors import ConfigError
 
 COST = load_profile().cost_model()
@@ -127,11 +128,15 @@ def test_a_proposal_says_what_it_rests_on():
 
 
 def test_a_large_pool_is_searched_through_multiples_of_a_few_nodes():
-    topology = Topology(64 * 8)
-    layout = lay_out(Composition.of({8: 64}), topology)
-    found = candidate_compositions(PoolState(layout=layout, topology=topology, degrees=(1, 2, 4, 8)))
+    found = searchable_compositions(Topology(64 * 8), (1, 2, 4, 8))
     assert 100 < len(found) < 400
     assert {each.num_gpus for each in found} == {512}
+
+
+def test_a_large_pool_that_lost_ranks_is_searched_among_what_fits():
+    found = searchable_compositions(Topology(10 * 8, lost_ranks=frozenset({3, 40})), (1, 2, 4, 8))
+    assert found
+    assert {each.num_gpus for each in found} == {78}
 
 
 def test_a_shadow_is_the_fifo_recursion_over_the_cheapest_worker():
@@ -167,7 +172,9 @@ def test_shadows_carry_their_queues_from_one_replay_to_the_next():
     assert np.array_equal(in_two, finish(Shadows(candidates, COST).replay(arrived)))
 
 
-@pytest.mark.parametrize("bad", [{"min_gain_ratio": 0.0}, {"urgent_gain_ratio": 1.0}, {"min_windows": 0}, {"gain_sigmas": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"min_gain_ratio": 0.0}, {"urgent_gain_ratio": 1.0}, {"min_windows": 0}, {"gain_sigmas": 0}]
+)
 def test_settings_out_of_range_are_named(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         LookaheadSettings(**bad)

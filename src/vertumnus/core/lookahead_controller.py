@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vertumnus.core.composition import Composition, compositions
+from vertumnus.core.composition import Composition
 from vertumnus.core.controller import Arrivals, PoolState, Proposal, Reason, Window
 from vertumnus.core.cost import CostModel, FloatArray
 from vertumnus.core.rollout import Shadows, finish
+from vertumnus.core.search_space import searchable_compositions
 from vertumnus.core.topology import Topology
 from vertumnus.errors import ConfigError
 
@@ -175,7 +176,11 @@ class LookaheadController:
         """Shadows of everything that could be gone to; what was learnt under other traffic is forgotten."""
         self._topology = state.topology
         current = state.composition
-        others = [each for each in candidate_compositions(state) if each != current and state.admits(each)]
+        others = [
+            each
+            for each in searchable_compositions(state.topology, state.degrees)
+            if each != current and state.admits(each)
+        ]
         self._shadows = Shadows([current, *others], self.cost_model)
         self._ttft_sums_s.clear()
         self._counts.clear()
@@ -212,30 +217,6 @@ class LookaheadController:
             means.append(mean)
             errors.append((sum(each.work_squared_s2 for each in part) / num_requests - mean**2) / num_requests)
         return bool(abs(means[0] - means[1]) > sigmas * np.sqrt(max(sum(errors), 0.0)))
-
-
-def candidate_compositions(state: PoolState, max_nodes: int = 6) -> list[Composition]:
-    """The compositions that a controller looks at: all of them in a small pool.
-
-    A large pool has too many, and its best one differs little from the best blend of a few nodes: there it is the
-    compositions of five nodes, multiplied, with the nodes left over like the most common worker.
-    """
-    topology = state.topology
-    num_nodes = len(topology.nodes)
-    if num_nodes <= max_nodes or len(topology.live_ranks) < topology.num_gpus:
-        return list(compositions(topology, state.degrees))
-    num_few = 5
-    few = Topology(num_few * topology.node_gpus, topology.node_gpus)
-    copies, left_over = divmod(topology.num_gpus, few.num_gpus)
-    found = []
-    for composition in compositions(few, state.degrees):
-        counts = {degree: count * copies for degree, count in composition}
-        common = max(composition, key=lambda part: part[0] * part[1])[0]
-        if left_over % common:
-            continue
-        counts[common] += left_over // common
-        found.append(Composition.of(counts))
-    return found
 
 
 def _with_queued(queued: Arrivals, arrivals: Arrivals) -> Arrivals:

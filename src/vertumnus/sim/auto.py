@@ -11,21 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from vertumnus.core.capacity import LengthMix
-from vertumnus.core.composition import Composition, Topology, compositions, initial_composition, lay_out
+from vertumnus.core.composition import Composition, Topology, initial_composition
 from vertumnus.core.controller import Arrivals
 from vertumnus.core.cost import FloatArray
 from vertumnus.core.profile import Profile
 from vertumnus.core.rollout import rollout_ttft_s
-from vertumnus.errors import ConfigError
+from vertumnus.core.search_space import searchable_compositions
 from vertumnus.sim.metrics import Slo
 from vertumnus.workload.reuse import block_reuse
 from vertumnus.workload.trace import IntArray, Trace
 
 ROLLOUT_REQUESTS = 12_000
 """Longest stretch of a trace that is replayed, the busiest of that length: some seconds."""
-
-MAX_ENUMERATED_NODES = 5
-"""Pools up to this size are searched in full, larger ones among the scaled compositions of this many nodes."""
 
 SHORTLIST_REQUESTS, SHORTLIST_COMPOSITIONS = 2_000, 40
 """Arrivals that choose a shortlist, and its length."""
@@ -65,7 +62,7 @@ def _busiest(trace: Trace, num_requests: int) -> tuple[int, int]:
 
 def candidates(topology: Topology, profile: Profile, arrivals: Arrivals, slo: Slo) -> tuple[Composition, ...]:
     """Compositions to choose from: those that fit the length mix, or all where none does."""
-    found = _compositions(topology, profile.degrees)
+    found = searchable_compositions(topology, profile.degrees)
     mix = length_mix(arrivals)
     costs = profile.cost_model()
     fits_degrees: dict[tuple[int, ...], bool] = {}
@@ -73,37 +70,6 @@ def candidates(topology: Topology, profile: Profile, arrivals: Arrivals, slo: Sl
         if composition.degrees not in fits_degrees:
             fits_degrees[composition.degrees] = mix.fits(composition, costs, slo_function(slo), profile.degrees)
     return tuple(each for each in found if fits_degrees[each.degrees]) or found
-
-
-def _compositions(topology: Topology, degrees: tuple[int, ...]) -> tuple[Composition, ...]:
-    """All compositions of a small pool; of a large one those of five of its nodes, scaled up."""
-    node_gpus = topology.node_gpus
-    if topology.num_gpus <= MAX_ENUMERATED_NODES * node_gpus:
-        return compositions(topology, degrees)
-    scaled = (
-        _scaled(base, topology.num_gpus, MAX_ENUMERATED_NODES * node_gpus)
-        for base in compositions(Topology(MAX_ENUMERATED_NODES * node_gpus, node_gpus), degrees)
-    )
-    return tuple(dict.fromkeys(each for each in scaled if _can_be_laid_out(each, topology)))
-
-
-def _scaled(base: Composition, num_gpus: int, base_gpus: int) -> Composition:
-    """About the same shares of GPUs in a larger pool; what rounding leaves goes to the smallest degree."""
-    smallest = base.degrees[0]
-    counts = {degree: count * num_gpus // base_gpus for degree, count in base}
-    counts[smallest] += (num_gpus - sum(degree * count for degree, count in counts.items())) // smallest
-    return Composition.of(counts)
-
-
-def _can_be_laid_out(composition: Composition, topology: Topology) -> bool:
-    node_gpus = topology.node_gpus
-    if topology.num_gpus % node_gpus == 0 and node_gpus & (node_gpus - 1) == 0:
-        return composition.num_gpus == topology.num_gpus  # blocks of whole nodes: largest first, nothing is left over
-    try:
-        lay_out(composition, topology)
-    except ConfigError:
-        return False
-    return True
 
 
 def by_rollout(
