@@ -20,7 +20,7 @@ from tests.builders import (
     simulated_pool,
     ttft_by_request,
 )
-from tests.strategies import Scenario, request_lists, scenarios
+from tests.strategies import RandomTargets, Scenario, request_lists, scenarios
 
 from vertumnus.core.composition import Topology
 from vertumnus.core.cost import Coefficients
@@ -28,7 +28,7 @@ from vertumnus.core.events import Action, CopyBlocks, CopyEnded, CopyReason, Eve
 from vertumnus.core.index.reports import Removed, Stored
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.requests import PrefillRequest
-from vertumnus.errors import InvariantError
+from vertumnus.errors import ConfigError
 from vertumnus.sim.pool import Failure, SimulatedPool
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
@@ -294,9 +294,10 @@ def test_reclaiming_frees_and_reports_all_but_what_is_in_use():
     assert pool.stores[1].num_reusable(LATER.blocks, 99) == 10
 
 
-def test_a_pool_that_is_gone_for_good_says_so_instead_of_waiting_for_ever():
-    pool = simulated_pool("1x1", failures=[Failure(0, 1.0)])
-    with pytest.raises(InvariantError, match="1 requests are open"):
+@pytest.mark.parametrize("controller", [None, RandomTargets(())])
+def test_a_pool_that_is_gone_for_good_says_so_instead_of_waiting_for_ever(controller):
+    pool = simulated_pool("1x1", failures=[Failure(0, 1.0)], controller=controller)
+    with pytest.raises(ConfigError, match=r"failures leave no GPU at .*1 requests open; accepted"):
         pool.run(iter([request(0, input_tokens=1000)]))
 
 

@@ -42,7 +42,7 @@ from vertumnus.core.events import (
 from vertumnus.core.index.reports import Removed, Snapshot, Stored
 from vertumnus.core.profile import Profile
 from vertumnus.core.requests import PrefillRequest
-from vertumnus.errors import InvariantError
+from vertumnus.errors import ConfigError, InvariantError
 from vertumnus.sim.metrics import RequestRecords
 
 
@@ -155,7 +155,10 @@ class SimulatedPool:
                 self._at(failure.recovers_s, Priority.RANK, self._recover_rank, failure.rank)
 
     def run(self, requests: Iterator[PrefillRequest]) -> None:
-        """Plays the requests, in order of arrival, until every one has ended."""
+        """Plays the requests, in order of arrival, until every one has ended.
+
+        Raises ConfigError when the failures leave nothing to serve them.
+        """
         self._perform(self.control_plane.start(self.now_s))
         self._arm_timer()
         heap = self._heap
@@ -169,12 +172,23 @@ class SimulatedPool:
                 self._perform(handle(RequestArrived(request), self.now_s))
                 request = next(requests, None)
             elif heap:
-                time_s, _, _, call, argument = heapq.heappop(heap)
+                time_s, priority, _, call, argument = heapq.heappop(heap)
                 self._advance(time_s)
                 call(argument)
+                if priority == Priority.TIMER and request is None:
+                    self._check_alive()
             else:
+                self._check_alive()
                 raise InvariantError(f"{self._num_open} requests are open and nothing is left to happen")
             self._arm_timer()
+
+    def _check_alive(self) -> None:
+        """Timers go on for ever, so a pool without workers that waits for nothing else has to be told apart."""
+        if self._num_open and not self._workers and all(entry[1] == Priority.TIMER for entry in self._heap):
+            raise ConfigError(
+                f"failures leave no GPU at {self.now_s:g} s, with {self._num_open} requests open; "
+                "accepted: failures that spare or give back at least one"
+            )
 
     def settle(self) -> None:
         """Lets end what is still under way after `run`: steps, copies, switches, reports; no timers."""
