@@ -91,6 +91,7 @@ def view(
         matched_tokens=int(reusable.max()),
         worker_ids=column(worker_ids if worker_ids is not None else range(num_workers), np.int64),
         degrees=column(degrees),
+        costs=cost_model.for_degrees(degrees),
         smallest_degree=min(degrees),
         smallest_costs=cost_model.for_degrees([min(degrees)]),
         reusable_tokens=reusable,

@@ -17,6 +17,7 @@ from vertumnus.core.events import (
     CloseWorker,
     CopyBlocks,
     CopyEnded,
+    DropRequest,
     Event,
     OpenWorker,
     RankConfirmed,
@@ -203,6 +204,35 @@ def test_a_cancelled_request_that_waits_for_the_pool_is_never_placed():
     driver.arrive(1)
     driver.tell(RequestCancelled(0))
     assert placed_at(driver.snapshot(0)) == [(1, 0, False)]
+
+
+def test_a_cancelled_request_between_two_chunks_is_dropped_and_the_pool_is_told():
+    driver = Driver("1x1", step_tokens=100)
+    driver.arrive(0, input_tokens=250)
+    driver.arrive(1, input_tokens=50)
+    assert driver.tell(RequestCancelled(0)) == []  # a step that runs is not interrupted
+    actions = driver.finish(0)
+    assert only(DropRequest, actions) == [DropRequest(0, 0)]
+    assert started(actions) == [(0, [1])]
+    driver.finish(0)
+    driver.plane.check_invariants()
+    assert driver.plane.workers[0].num_outstanding == 0
+
+
+def test_a_worker_that_cannot_hold_a_request_is_no_candidate_for_it():
+    driver = Driver("2x1,1x2", blocks_per_rank=10)
+    tokens = 15 * BLOCK_TOKENS
+    assert placed_at(driver.arrive(0, input_tokens=tokens)) == [(0, 0, False)]
+    assert driver.plane.workers[0].degree == 2
+    (placed,) = only(RequestPlaced, driver.arrive(1, input_tokens=tokens))
+    assert placed.placement.worker_ids.tolist() == [0]
+
+
+def test_a_request_that_no_worker_could_hold_is_rejected_with_what_is_missing():
+    driver = Driver("2x1,1x2", blocks_per_rank=10)
+    (rejected,) = driver.arrive(0, input_tokens=21 * BLOCK_TOKENS)
+    assert "21 KV blocks" in rejected.reason
+    assert "20" in rejected.reason
 
 
 # Steps

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.builders import DEGREES, view
 
 from vertumnus.core.cost import Coefficients, CostModel
-from vertumnus.core.placement import PaperPolicy
+from vertumnus.core.placement import PaperPolicy, VertumnusPolicy
 from vertumnus.errors import ConfigError
 
 MODEL = CostModel.uniform(Coefficients(d=0.03, a=3e-5, b=3e-7, c=1e-5, alpha=6e-9), DEGREES)
@@ -110,3 +110,32 @@ def test_a_beta_below_one_is_refused(beta):
 def test_a_negative_lambda_is_refused(lambda_):
     with pytest.raises(ConfigError, match=r"lambda is .*accepted: a number >= 0"):
         PaperPolicy(lambda_=lambda_)
+
+
+def test_the_price_follows_scarcity():
+    """Idle: least predicted TTFT whatever the GPUs. Every worker with a waiting request: J with the full weights."""
+    idle = view(input_tokens=20_000, degrees=(1, 8), num_outstanding=(1, 1), outstanding_s=(1, 1))
+    full = view(input_tokens=20_000, degrees=(1, 8), num_outstanding=(2, 2), outstanding_s=(1, 1))
+    fuller = view(input_tokens=20_000, degrees=(1, 8), num_outstanding=(9, 9), outstanding_s=(1, 1))
+    ours, constant = VertumnusPolicy(3.0, 100.0), PaperPolicy(3.0, 100.0)
+    assert np.allclose(ours.place(idle).cost, idle.load_s + idle.service_s)
+    assert np.allclose(ours.place(full).cost, constant.place(full).cost)
+    assert np.allclose(ours.place(fuller).cost, constant.place(fuller).cost)
+    assert (ours.place(idle).worker_id, ours.place(full).worker_id) == (1, 0)
+
+
+def test_half_the_waiting_halves_the_weights_beyond_one():
+    half = view(input_tokens=20_000, degrees=(1, 8), num_outstanding=(2, 1))
+    assert np.allclose(VertumnusPolicy(3.0, 1.0).place(half).cost, PaperPolicy(2.0, 0.5).place(half).cost)
+
+
+def test_a_restricted_view_is_the_view_of_fewer_workers():
+    whole = view(input_tokens=900, degrees=(1, 2, 4), reusable_tokens=(0, 100, 200), outstanding_s=(1, 2, 3))
+    part = whole.restricted(np.array([False, True, True]))
+    assert part is not None
+    assert (part.worker_ids.tolist(), part.smallest_degree) == ([1, 2], 2)
+    assert np.allclose(
+        part.smallest_service_s, whole.costs.take(np.array([1])).prefill_s(part.suffix_tokens, part.reusable_tokens)
+    )
+    assert part.outstanding_s.tolist() == [2, 3]
+    assert whole.restricted(np.zeros(3, dtype=bool)) is None

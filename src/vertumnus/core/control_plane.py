@@ -31,6 +31,7 @@ from vertumnus.core.events import (
     CopyBlocks,
     CopyEnded,
     CopyReason,
+    DropRequest,
     Event,
     OpenWorker,
     RankConfirmed,
@@ -165,6 +166,9 @@ class ControlPlane:
         self._waiting: deque[tuple[PrefillRequest, bool]] = deque()
         """Requests without a candidate, each with whether it was placed before."""
         self._location: dict[int, int] = {}
+        self._cancelled: set[int] = set()
+        self._most_blocks = 0
+        """KV blocks of the longest request seen: no composition is gone to that could not hold it."""
         self._next_worker_id = 0
         self._handlers: dict[type, Callable[[Any, float], list[Action]]] = {
             RequestArrived: self._on_arrival,
@@ -228,6 +232,9 @@ class ControlPlane:
             return [RequestRejected(request.request_id, reason)]
         match = self.index.match(request.blocks)
         view = self._view(request, match, now_s)
+        needed, per_rank = self._num_blocks(request), self.settings.blocks_per_rank
+        if view is not None and needed > self._workers.smallest_degree * per_rank:
+            view = view.restricted(view.degrees * per_rank >= needed)
         if view is None:
             self._waiting.append((request, is_redirected))
             return []
@@ -255,7 +262,18 @@ class ControlPlane:
         limit = self.settings.max_sequence_tokens
         if limit is not None and request.input_tokens > limit:
             return f"{request.input_tokens} input tokens; the model takes {limit}"
+        needed = self._num_blocks(request)
+        self._most_blocks = max(self._most_blocks, needed)
+        # While all ranks are lost, requests wait: one may come back.
+        largest = max((group.degree for group in self._reconfiguration.planned_layout), default=None)
+        if largest is not None and needed > largest * self.settings.blocks_per_rank:
+            held = largest * self.settings.blocks_per_rank
+            return f"{request.input_tokens} input tokens take {needed} KV blocks; the largest worker holds {held}"
         return None
+
+    def _num_blocks(self, request: PrefillRequest) -> int:
+        """KV blocks that the whole prompt takes, a partial last one included."""
+        return -(-request.input_tokens // self.settings.block_tokens)
 
     def _view(self, request: PrefillRequest, match: Match, now_s: float) -> PlacementView | None:
         """The candidates as vectors; None if no worker is active that can hold the request."""
@@ -282,6 +300,7 @@ class ControlPlane:
             matched_tokens=min(match.num_blocks, max_reusable) * settings.block_tokens,
             worker_ids=table.worker_ids,
             degrees=table.degrees,
+            costs=costs,
             smallest_degree=table.smallest_degree,
             smallest_costs=table.smallest_costs,
             reusable_tokens=reusable,
@@ -418,11 +437,13 @@ class ControlPlane:
             return []
         worker = self._workers[worker_id]
         item = worker.queue.remove(event.request_id)
-        if item is not None:
-            self._location.pop(event.request_id)
-            worker.queued_tokens -= item.request.input_tokens - item.prefix_tokens
-            self._workers.changed(worker)
-        return []
+        if item is None:
+            self._cancelled.add(event.request_id)  # it runs: dropped when its step ends
+            return []
+        self._location.pop(event.request_id)
+        worker.queued_tokens -= item.request.input_tokens - item.prefix_tokens
+        self._workers.changed(worker)
+        return [DropRequest(worker_id, event.request_id)] if item.started else []
 
     # Steps
 
@@ -480,11 +501,16 @@ class ControlPlane:
 
     def _on_step_finished(self, event: StepFinished, now_s: float) -> list[Action]:
         worker = self._workers[event.worker_id]
+        actions: list[Action] = []
         for item in worker.running:
             queued = item.queued
-            length = queued.request.input_tokens
-            if item.end_tokens == length:
-                self._location.pop(queued.request.request_id, None)
+            request_id, length = queued.request.request_id, queued.request.input_tokens
+            is_cancelled = request_id in self._cancelled
+            self._cancelled.discard(request_id)
+            if item.end_tokens == length or is_cancelled:
+                self._location.pop(request_id, None)
+                if item.end_tokens < length:
+                    actions.append(DropRequest(worker.worker_id, request_id))
             else:
                 queued.prefix_tokens = item.end_tokens
                 queued.service_s = self._remaining_s(queued, item.end_tokens, worker.degree)
@@ -493,7 +519,7 @@ class ControlPlane:
         worker.running = []
         worker.running_tokens = 0
         worker.later_s = 0.0
-        actions = self._start_step(worker, now_s)
+        actions += self._start_step(worker, now_s)
         self._workers.changed(worker)
         if worker.status is WorkerStatus.DRAINING and not worker.running:
             actions += self._apply(self._reconfiguration.source_drained(worker.group, now_s), now_s)
@@ -614,6 +640,7 @@ class ControlPlane:
             cost=lambda operation: self._operation_cost(operation, now_s),
             held=self._reconfiguration.held,
             in_transition=self._reconfiguration.in_transition,
+            admits=lambda composition: composition.degrees[-1] * self.settings.blocks_per_rank >= self._most_blocks,
             queued=Arrivals(
                 arrival_s=np.full(len(queued), now_s),
                 input_tokens=np.array([request.input_tokens for request in queued], dtype=np.float64),
@@ -703,6 +730,7 @@ class ControlPlane:
                     self._handovers[operation].is_committed = True
                     self.transitions.append(Transition(now_s, operation, drain_s, switch_s))
                 case OperationAborted(operation, restored):
+                    self._target = None  # what stood in the way may still be there: the next window decides anew
                     handover = self._handovers.pop(operation)
                     for worker in handover.sources:
                         if worker.group in restored:

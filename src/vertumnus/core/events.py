@@ -136,6 +136,14 @@ class RequestRejected:
 
 
 @dataclass(frozen=True, slots=True)
+class DropRequest:
+    """A request whose first chunks have run was cancelled: what the pool still holds for it can go."""
+
+    worker_id: int
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class StartStep:
     """Run one step on a worker now."""
 
@@ -198,6 +206,7 @@ class SendSnapshot:
 Action = (
     RequestPlaced
     | RequestRejected
+    | DropRequest
     | StartStep
     | CopyBlocks
     | ReclaimBlocks

@@ -5,7 +5,7 @@ control plane reserves the request at the chosen worker.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -31,6 +31,8 @@ class PlacementView:
     """Longest prefix known anywhere in the pool (MatchedPath); no candidate reuses more."""
     worker_ids: IntArray
     degrees: FloatArray
+    costs: DegreeCosts
+    """The cost model at each candidate's degree."""
     smallest_degree: int
     """C_min among the candidates."""
     smallest_costs: DegreeCosts
@@ -59,6 +61,37 @@ class PlacementView:
     def smallest_service_s(self) -> FloatArray:
         """E_Cmin(R, P): what the smallest degree would take for each candidate's own R and P."""
         return self.smallest_costs.prefill_s(self.suffix_tokens, self.reusable_tokens)
+
+    def restricted(self, eligible: NDArray[np.bool_]) -> "PlacementView | None":
+        """The view with some of its candidates only; None if none is left. C_min is theirs."""
+        rows = np.flatnonzero(eligible)
+        if rows.size == 0:
+            return None
+        smallest = int(np.argmin(self.degrees[rows]))
+        smallest_row = rows[smallest : smallest + 1]
+        vectors = {
+            name: getattr(self, name)[rows]
+            for name in (
+                "worker_ids",
+                "degrees",
+                "reusable_tokens",
+                "suffix_tokens",
+                "service_s",
+                "outstanding_s",
+                "wait_s",
+                "delay_s",
+                "num_outstanding",
+                "outstanding_tokens",
+                "resident_blocks",
+            )
+        }
+        return replace(
+            self,
+            smallest_degree=int(self.degrees[smallest_row[0]]),
+            smallest_costs=self.costs.take(smallest_row),
+            costs=self.costs.take(rows),
+            **vectors,
+        )
 
     @property
     def load_s(self) -> FloatArray:

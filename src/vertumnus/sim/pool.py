@@ -23,6 +23,7 @@ from vertumnus.core.events import (
     CloseWorker,
     CopyBlocks,
     CopyEnded,
+    DropRequest,
     Event,
     OpenWorker,
     RankConfirmed,
@@ -142,6 +143,7 @@ class SimulatedPool:
             StartStep: self._start_step,
             RequestPlaced: lambda action: None,
             RequestRejected: self._reject,
+            DropRequest: self._drop,
             CopyBlocks: self._start_copy,
             ReclaimBlocks: self._reclaim,
             ActivateGroups: self._activate,
@@ -330,6 +332,10 @@ class SimulatedPool:
         self.num_rejected += 1
         self.rejected.append((self.now_s, action.request_id, action.reason))
         self._end_request()
+
+    def _drop(self, action: DropRequest) -> None:
+        worker = self._workers[action.worker_id]
+        worker.store.finish(worker.partial.pop(action.request_id)[0])
 
     def _end_request(self) -> None:
         self._num_open -= 1

@@ -17,6 +17,7 @@ from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.reconciliation import PullSettings
+from vertumnus.core.reconfiguration import ReconfigurationSettings
 from vertumnus.core.threshold_controller import ThresholdController
 from vertumnus.errors import ConfigError
 from vertumnus.sim.auto import auto_composition
@@ -161,6 +162,7 @@ def simulate(
             discipline=settings.discipline,
             step_tokens=settings.step_tokens,
             max_sequence_tokens=profile.max_sequence_tokens,
+            reconfiguration=ReconfigurationSettings(switch_timeout_s=max(10.0, 5 * profile.switch_s)),
             replication=ReplicationSettings() if has_replication else None,
             pull=_pull_settings(settings.pulls or (Pulls.ANY if has_replication else Pulls.PENDING), profile),
         ),
