@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from vertumnus.core.composition import Composition, Topology, lay_out
-from vertumnus.core.control_plane import ControlPlane, ControlPlaneSettings
+from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controller import Controller
 from vertumnus.core.cost import Coefficients, CostModel
 from vertumnus.core.events import (
@@ -26,6 +26,7 @@ from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile, load_profile
 from vertumnus.core.queueing import Discipline, QueuedRequest
 from vertumnus.core.requests import PrefillRequest
+from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.core.workers import WorkerStatus
 from vertumnus.sim.pool import Failure, SimulatedPool
 

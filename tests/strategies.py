@@ -9,8 +9,8 @@ from vertumnus.core.composition import compositions
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window
 from vertumnus.core.index import ReplicationSettings
 from vertumnus.core.policies import POLICIES
+from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
-from vertumnus.core.reconciliation import PullSettings
 from vertumnus.core.reconfiguration import ReconfigurationSettings
 from vertumnus.core.requests import PrefillRequest
 from vertumnus.sim.pool import Failure, SimulatedPool

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vertumnus.core.composition import Composition
-    from vertumnus.core.control_plane import ControlPlane, ControlPlaneSettings
+    from vertumnus.core.control_plane import ControlPlane
     from vertumnus.core.placement import Placement, PlacementPolicy, PlacementView, VertumnusPolicy, choose
     from vertumnus.core.policies import POLICIES, make_policy
     from vertumnus.core.profile import Profile, load_profile, write_profile
     from vertumnus.core.queueing import Discipline
+    from vertumnus.core.settings import ControlPlaneSettings
     from vertumnus.errors import ConfigError, TraceError, VertumnusError
     from vertumnus.sim.compare import compare
     from vertumnus.sim.metrics import Slo
@@ -29,7 +30,7 @@ _HOMES = {
     "Composition": "core.composition",
     "ConfigError": "errors",
     "ControlPlane": "core.control_plane",
-    "ControlPlaneSettings": "core.control_plane",
+    "ControlPlaneSettings": "core.settings",
     "Discipline": "core.queueing",
     "POLICIES": "core.policies",
     "Placement": "core.placement",

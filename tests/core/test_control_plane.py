@@ -9,7 +9,6 @@ import pytest
 from tests.builders import BLOCK_TOKENS, control_plane, request
 
 from vertumnus.core.composition import Composition
-from vertumnus.core.control_plane import ControlPlaneSettings
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window
 from vertumnus.core.events import (
     Action,
@@ -34,9 +33,10 @@ from vertumnus.core.events import (
     TimerFired,
 )
 from vertumnus.core.index.reports import Removed, Snapshot, Stored
+from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
-from vertumnus.core.reconciliation import PullSettings
 from vertumnus.core.reconfiguration import ReconfigurationSettings
+from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.core.workers import WorkerStatus
 from vertumnus.errors import ConfigError
 

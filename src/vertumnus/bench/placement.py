@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vertumnus.core.composition import Composition, Topology, lay_out
-from vertumnus.core.control_plane import ControlPlane, ControlPlaneSettings
+from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.events import Action, Event, OpenWorker, RequestArrived, StartStep, StepFinished, StepStarted
 from vertumnus.core.hashing import KEY_BYTES, BlockHasher
 from vertumnus.core.index.replication import ReplicationSettings
@@ -22,6 +22,7 @@ from vertumnus.core.index.reports import Snapshot, Stored
 from vertumnus.core.placement import VertumnusPolicy
 from vertumnus.core.profile import load_profile
 from vertumnus.core.requests import PrefillRequest
+from vertumnus.core.settings import ControlPlaneSettings
 
 BLOCK_TOKENS = 64
 NUM_WORKERS = (64, 512)

@@ -19,9 +19,8 @@ from vertumnus.core.composition import (
     OperationKind,
     RankGroup,
     Topology,
-    plan_towards,
 )
-from vertumnus.core.controller import Arrivals, Controller, PoolState
+from vertumnus.core.controller import Controller
 from vertumnus.core.copies import CopyLedger
 from vertumnus.core.cost import CostModel, DegreeCosts, FloatArray, chunked_prefill_s
 from vertumnus.core.events import (
@@ -50,12 +49,13 @@ from vertumnus.core.events import (
     TimerFired,
 )
 from vertumnus.core.index import Match, PrefixIndex, ReportOutcome
-from vertumnus.core.index.replication import CopyKind, PoolLoad, ReplicationSettings, WorkerLoad
+from vertumnus.core.index.replication import CopyKind, PoolLoad, WorkerLoad
 from vertumnus.core.index.reports import CacheReport, Chain, Cleared, Removed, Snapshot, Stored
 from vertumnus.core.observation import WindowTracker
 from vertumnus.core.placement import PlacementPolicy, PlacementView
+from vertumnus.core.pulls import Puller, PullSettings
 from vertumnus.core.queueing import Discipline, QueuedRequest
-from vertumnus.core.reconciliation import PendingBlocks, PullSettings, assign_prefixes
+from vertumnus.core.reconciliation import PendingBlocks, assign_prefixes
 from vertumnus.core.reconfiguration import (
     Activate,
     Effect,
@@ -66,49 +66,13 @@ from vertumnus.core.reconfiguration import (
     OperationRefused,
     OperationStarted,
     Reconfiguration,
-    ReconfigurationSettings,
 )
 from vertumnus.core.replicator import Replicator, record_missed
 from vertumnus.core.requests import PrefillRequest
+from vertumnus.core.settings import ControlPlaneSettings
+from vertumnus.core.steering import Steering
 from vertumnus.core.workers import RunningItem, Worker, WorkerStatus, WorkerTable
-from vertumnus.errors import ConfigError, InvariantError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlPlaneSettings:
-    """What an operator decides once. Durations in seconds."""
-
-    block_tokens: int
-    blocks_per_rank: int
-    """KV blocks that one rank stores."""
-    discipline: Discipline = Discipline.SHORTEST
-    ageing: float = 10.0
-    """Seconds of arrival order that one second of predicted service is worth under shortest-first."""
-    step_tokens: int | None = None
-    """Token budget of a step: longer prompts are chunked, shorter ones packed. None: one whole request a step."""
-    max_sequence_tokens: int | None = None
-    window_s: float = 20.0
-    """Observation window of the controller."""
-    long_tokens: int = 32_768
-    """Requests above this length count as long."""
-    max_switching_ratio: float = 0.5
-    """Largest share of the GPUs that may be draining or switching at once."""
-    reconfiguration: ReconfigurationSettings = field(default_factory=ReconfigurationSettings)
-    replication: ReplicationSettings | None = None
-    """Algorithms 1 and 2; None: every worker's cache lives by itself."""
-    scan_interval_s: float = 10.0
-    """From the end of one replication scan to the start of the next."""
-    pull: PullSettings | None = None
-    """Whether and at what price a placement may count on blocks of other workers; None: pending ones are misses."""
-
-    def __post_init__(self) -> None:
-        for name in ("block_tokens", "blocks_per_rank"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 1 or more")
-        if self.step_tokens is not None and self.step_tokens < self.block_tokens:
-            raise ConfigError(f"step_tokens is {self.step_tokens}; accepted: at least one block ({self.block_tokens})")
-        if not 0 <= self.ageing < np.inf:
-            raise ConfigError(f"ageing is {self.ageing}; accepted: 0 or more")
+from vertumnus.errors import InvariantError
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +95,8 @@ class _Handover:
     """What the opened ones hold, by worker id."""
     is_committed: bool = False
 
+_ZERO = np.array(0.0)  # of no dimension, as NumPy takes Python numbers more slowly
+
 
 class ControlPlane:
     """Decides for one prefill pool. `handle` is the only way in; it returns what the pool must do, in order."""
@@ -148,28 +114,25 @@ class ControlPlane:
         self.settings = settings
         self.cost_model = cost_model
         self.policy = policy
-        self.controller = controller
         self.transitions: list[Transition] = []
         self._reconfiguration = Reconfiguration(
             layout, topology, degrees=cost_model.degrees, settings=settings.reconfiguration
         )
-        self._target: Composition | None = None
         self._replicator = Replicator(settings.replication, settings.scan_interval_s) if settings.replication else None
         self._pending = PendingBlocks()
         self._copies = CopyLedger()
         self.num_copies: Counter[CopyReason] = Counter()
         self._serving: dict[RankGroup, Worker] = {}
         self._handovers: dict[Operation, _Handover] = {}
-        self._windows = WindowTracker(settings.window_s, settings.long_tokens)
         self.index = PrefixIndex(degrees=cost_model.degrees, block_tokens=settings.block_tokens)
-        self._workers = WorkerTable(cost_model, settings.discipline, settings.ageing)
+        self._workers = WorkerTable(cost_model, settings.discipline, settings.ageing, settings.block_tokens)
+        self._puller = self._make_puller(settings.pull, topology) if settings.pull is not None else None
         self._waiting: deque[tuple[PrefillRequest, bool]] = deque()
         """Requests without a candidate, each with whether it was placed before."""
         self._location: dict[int, int] = {}
         self._cancelled: set[int] = set()
-        self._most_blocks = 0
-        """KV blocks of the longest request seen: no composition is gone to that could not hold it."""
         self._next_worker_id = 0
+        self._steering = self._make_steering(controller) if controller is not None else None
         self._handlers: dict[type, Callable[[Any, float], list[Action]]] = {
             RequestArrived: self._on_arrival,
             RequestCancelled: self._on_cancel,
@@ -186,11 +149,35 @@ class ControlPlane:
             TimerFired: self._on_timer,
         }
 
+    def _make_puller(self, settings: PullSettings, topology: Topology) -> Puller:
+        return Puller(
+            settings,
+            index=self.index,
+            workers=self._workers,
+            topology=topology,
+            pending=self._pending,
+            copies=self._copies,
+            service_s=self._service_s,
+        )
+
+    def _make_steering(self, controller: Controller) -> Steering:
+        settings = self.settings
+        return Steering(
+            controller,
+            windows=WindowTracker(settings.window_s, settings.long_tokens),
+            reconfiguration=self._reconfiguration,
+            workers=self._workers,
+            serving=self._serving,
+            blocks_per_rank=settings.blocks_per_rank,
+            max_switching_ratio=settings.max_switching_ratio,
+        )
+
     # Driving it
 
     def start(self, now_s: float) -> list[Action]:
         """Opens the initial workers; each is a candidate as soon as the pool has sent its cache snapshot."""
-        self._windows.start_s = now_s
+        if self._steering is not None:
+            self._steering.windows.start_s = now_s
         return [self._open_worker(group, epoch) for group, epoch in sorted(self._reconfiguration.ready.items())]
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -199,12 +186,14 @@ class ControlPlane:
 
     def next_timer_s(self) -> float | None:
         """The instant at which a `TimerFired` is wanted, or None."""
-        due_s = [self._reconfiguration.next_deadline_s]
-        if self.controller is not None:
-            due_s.append(self._windows.end_s)
+        due_s = self._reconfiguration.next_deadline_s if self._reconfiguration.in_transition else None
+        if self._steering is not None:
+            window_end_s = self._steering.windows.end_s
+            due_s = window_end_s if due_s is None else min(due_s, window_end_s)
         if self._replicator is not None:
-            due_s.append(self._replicator.due_s)
-        return min((each for each in due_s if each is not None), default=None)
+            slice_due_s = self._replicator.due_s
+            due_s = slice_due_s if due_s is None else min(due_s, slice_due_s)
+        return due_s
 
     @property
     def workers(self) -> WorkerTable:
@@ -244,18 +233,23 @@ class ControlPlane:
         item = QueuedRequest(
             request=request, prefix_tokens=prefix_tokens, service_s=float(view.service_s[placement.row])
         )
-        pulls = self._pull(item, worker, match, prefix_tokens // self.settings.block_tokens)
+        pulls = (
+            self._puller.ask(item, worker, match, prefix_tokens // self.settings.block_tokens) if self._puller else []
+        )
         worker.queue.push(item)
         worker.queued_tokens += request.input_tokens - prefix_tokens
-        self._workers.changed(worker)
         self._location[request.request_id] = worker.worker_id
         if not is_redirected:
-            self._windows.record(now_s, request.input_tokens, prefix_tokens, item.service_s)
+            if self._steering is not None:
+                self._steering.windows.record(now_s, request.input_tokens, prefix_tokens, item.service_s)
             if self._replicator is not None and placement.preferred_degree is not None:
                 record_missed(self.index, match, request.input_tokens, placement.preferred_degree, self.cost_model)
         actions: list[Action] = [RequestPlaced(request.request_id, worker.worker_id, placement, is_redirected)]
         actions += pulls
-        actions += self._start_step(worker, now_s)
+        steps = self._start_step(worker, now_s)
+        if not steps:
+            self._workers.changed(worker)
+        actions += steps
         return actions
 
     def _reason_to_reject(self, request: PrefillRequest) -> str | None:
@@ -263,7 +257,10 @@ class ControlPlane:
         if limit is not None and request.input_tokens > limit:
             return f"{request.input_tokens} input tokens; the model takes {limit}"
         needed = self._num_blocks(request)
-        self._most_blocks = max(self._most_blocks, needed)
+        if self._steering is not None:
+            self._steering.most_blocks = max(self._steering.most_blocks, needed)
+        if needed <= self._workers.smallest_degree * self.settings.blocks_per_rank:
+            return None
         # While all ranks are lost, requests wait: one may come back.
         largest = max((group.degree for group in self._reconfiguration.planned_layout), default=None)
         if largest is not None and needed > largest * self.settings.blocks_per_rank:
@@ -285,12 +282,14 @@ class ControlPlane:
         costs, slots = table.costs, table.slots
         # P is block-aligned and below L: at least one token is always computed.
         max_reusable = (length - 1) // settings.block_tokens
-        reusable = np.minimum(match.reusable_blocks[slots], max_reusable) * float(settings.block_tokens)
-        suffix = length - reusable
+        reusable = match.reusable_blocks[slots] * table.block_tokens
+        if match.num_blocks > max_reusable:
+            reusable = np.minimum(reusable, float(max_reusable * settings.block_tokens))
+        suffix = np.array(float(length)) - reusable
         service = self._service_s(costs, suffix, reusable)
-        if settings.pull is not None:
-            reusable, suffix, service = self._with_pulls(settings.pull, request, match, reusable, suffix, service)
-        remaining = np.maximum(table.running_end_s - now_s, 0.0)
+        if self._puller is not None:
+            reusable, suffix, service = self._puller.with_pulls(request, match, reusable, suffix, service)
+        remaining = np.maximum(table.running_end_s - np.array(now_s), _ZERO)
         outstanding = remaining + table.queued_s
         wait, delay = self._waits(request, service, remaining, outstanding)
         return PlacementView(
@@ -315,113 +314,22 @@ class ControlPlane:
             block_tokens=settings.block_tokens,
         )
 
-    def _with_pulls(
-        self,
-        pull: PullSettings,
-        request: PrefillRequest,
-        match: Match,
-        reusable: FloatArray,
-        suffix: FloatArray,
-        service: FloatArray,
-    ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """(P, R, seconds) where each candidate takes the cheaper of recomputing missing blocks and copying them in."""
-        table, block_tokens, length = self._workers, self.settings.block_tokens, request.input_tokens
-        reachable = reusable
-        max_tokens = min(match.num_blocks, (length - 1) // block_tokens) * block_tokens
-        if pull.from_any_worker:
-            reachable = np.maximum(reusable, max_tokens)
-        else:
-            for worker_id in self._pending.workers():
-                row = self._workers[worker_id].row
-                if row is not None and reusable[row] < max_tokens:
-                    if reachable is reusable:
-                        reachable = reusable.copy()
-                    num_blocks = self._reachable_blocks(worker_id, request, match)
-                    reachable[row] = min(num_blocks * block_tokens, max_tokens)
-        missing = reachable - reusable
-        if not missing.any():
-            return reusable, suffix, service
-        copied = self._service_s(table.costs, length - reachable, reachable)
-        copied += pull.latency_s + pull.s_per_token * missing
-        is_cheaper = (missing > 0) & (copied < service)
-        reusable = np.where(is_cheaper, reachable, reusable)
-        return reusable, length - reusable, np.where(is_cheaper, copied, service)
-
-    def _reachable_blocks(self, worker_id: int, request: PrefillRequest, match: Match) -> int:
-        """How much of a matched path the worker has once what is pending there has been copied."""
-        pending = self._pending.of(worker_id)
-        for position in self.index.missing_blocks(worker_id, match):
-            if request.blocks[position] not in pending:
-                return position
-        return match.num_blocks
-
-    def _pull(self, item: QueuedRequest, worker: Worker, match: Match, num_blocks: int) -> list[Action]:
-        """Asks for the blocks that the placement counts on and the worker lacks; the request waits for them.
-
-        One copy per stretch that a single worker holds; a worker of the same node is preferred. What nobody holds any
-        more ends the prefix there.
-        """
-        path = item.request.blocks
-        if self.settings.pull is None or num_blocks <= int(match.reusable_blocks[worker.slot]):
-            return []
-        missing = [each for each in self.index.missing_blocks(worker.worker_id, match) if each < num_blocks]
-        reason = CopyReason.RECONCILIATION if self._pending.of(worker.worker_id) else CopyReason.PULL
-        actions: list[Action] = []
-        start = 0
-        while start < len(missing):
-            first = missing[start]
-            coming = self._copies.coming(worker.worker_id, path[first])
-            if coming is not None:
-                self._copies.await_copy(coming, item)
-                start += 1
-                continue
-            source = self._source(path[first], worker)
-            if source is None:
-                break
-            end = start + 1
-            while end < len(missing) and missing[end] == missing[end - 1] + 1:
-                block = path[missing[end]]
-                if not self.index.holds(source, block) or self._copies.coming(worker.worker_id, block) is not None:
-                    break
-                end += 1
-            copy = CopyBlocks(
-                copy_id=self._copies.next_id(),
-                reason=reason,
-                source_worker_id=source,
-                destination_worker_id=worker.worker_id,
-                parent=path[first - 1] if first else None,
-                blocks=tuple(path[position] for position in missing[start:end]),
-            )
-            self._copies.begin(copy)
-            self._copies.await_copy(copy.copy_id, item)
-            actions.append(copy)
-            start = end
-        return actions
-
-    def _source(self, block: bytes, destination: Worker) -> int | None:
-        """A worker to copy a block from: in the destination's node if possible, lowest id; None if nobody has it."""
-        node_of = self._reconfiguration.topology.node_of
-        node = node_of(destination.group.first_rank)
-        sources = []
-        for worker_id in self.index.holders(block):
-            source = self._workers.get(worker_id)
-            if source is not None and source.status is not WorkerStatus.PARKED and source is not destination:
-                sources.append((node_of(source.group.first_rank) != node, worker_id))
-        return min(sources)[1] if sources else None
-
     def _waits(
         self, request: PrefillRequest, service: FloatArray, remaining: FloatArray, outstanding: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
         """(what the request would wait, what longer queued requests would wait for it), per candidate."""
         if self.settings.discipline is Discipline.FIFO:
-            return outstanding, np.zeros_like(outstanding)
+            return outstanding, np.zeros(len(outstanding))
         wait = remaining.copy()
-        delay = np.zeros_like(wait)
-        for row in self._workers.queued_rows:
-            service_s = float(service[row])
-            ahead_s, num_behind = self._workers.active[row].queue.ahead(request.arrival_s, service_s)
-            wait[row] += ahead_s
-            delay[row] = num_behind * service_s
+        delay = np.zeros(len(wait))
+        if self._workers.queued_rows:
+            seconds = service.tolist()
+            active, arrival_s = self._workers.active, request.arrival_s
+            for row in self._workers.queued_rows:
+                service_s = seconds[row]
+                ahead_s, num_behind = active[row].queue.ahead(arrival_s, service_s)
+                wait[row] += ahead_s
+                delay[row] = num_behind * service_s
         return wait, delay
 
     def _service_s(self, costs: DegreeCosts, suffix: FloatArray, prefix: FloatArray) -> FloatArray:
@@ -615,81 +523,15 @@ class ControlPlane:
         deadline_s = self._reconfiguration.next_deadline_s
         if deadline_s is not None and deadline_s <= now_s:
             actions += self._apply(self._reconfiguration.tick(now_s), now_s)
-        if self.controller is not None and self._windows.end_s <= now_s:
-            actions += self._end_window(self.controller, now_s)
+        if self._steering is not None and self._steering.windows.end_s <= now_s:
+            self._steering.end_window([request for request, _ in self._waiting], now_s)
+            actions += self._move_towards_target(now_s)
         if self._replicator is not None and self._replicator.due_s <= now_s:
             actions += self._advance_scan(self._replicator, now_s)
         return actions
 
-    def _end_window(self, controller: Controller, now_s: float) -> list[Action]:
-        window = self._windows.close(sum(worker.outstanding_s(now_s) for worker in self._workers.all()))
-        for worker in self._workers.all():
-            worker.reused_blocks *= 0.8  # reuse of some five windows, recent ones weighing more
-        proposal = controller.observe(window, self._pool_state(now_s))
-        if proposal is not None:
-            self._target = proposal.target
-        return self._move_towards_target(now_s)
-
-    def _pool_state(self, now_s: float) -> PoolState:
-        queued = [item.request for worker in self._workers.all() for item in worker.queue.items()]
-        queued += [request for request, _ in self._waiting]
-        return PoolState(
-            layout=self._reconfiguration.planned_layout,
-            topology=self._reconfiguration.live_topology,
-            degrees=self.cost_model.degrees,
-            cost=lambda operation: self._operation_cost(operation, now_s),
-            held=self._reconfiguration.held,
-            in_transition=self._reconfiguration.in_transition,
-            admits=lambda composition: composition.degrees[-1] * self.settings.blocks_per_rank >= self._most_blocks,
-            queued=Arrivals(
-                arrival_s=np.full(len(queued), now_s),
-                input_tokens=np.array([request.input_tokens for request in queued], dtype=np.float64),
-                prefix_tokens=np.zeros(len(queued)),
-            ),
-        )
-
-    def _operation_cost(self, operation: Operation, now_s: float) -> tuple[float, float]:
-        """(predicted drain in seconds, expected reconciliation traffic in blocks) of an operation that starts now.
-
-        The drain lasts as long as the longest running step. A merge moves no KV; a split leaves about half of every
-        prefix at the other child, weighted by how much of the parent's cache was reused recently.
-        """
-        drain_s = traffic_blocks = 0.0
-        for group in operation.sources:
-            worker = self._serving.get(group)
-            if worker is not None and worker.running:
-                drain_s = max(drain_s, worker.running_end_s - now_s, 0.0)
-            if worker is not None and operation.kind is OperationKind.SPLIT:
-                traffic_blocks += worker.reused_blocks / 2
-        return drain_s, traffic_blocks
-
     def _move_towards_target(self, now_s: float) -> list[Action]:
-        """Starts what can be started on the way to the target composition, within the share that may switch."""
-        reconfiguration = self._reconfiguration
-        if self._target is None:
-            return []
-        layout = reconfiguration.planned_layout
-        if Composition.of_layout(layout) == self._target:
-            self._target = None
-            return []
-        num_live = sum(group.degree for group in layout)
-        room = self.settings.max_switching_ratio * num_live - sum(group.degree for group in reconfiguration.held)
-        planned = plan_towards(
-            layout,
-            self._target,
-            reconfiguration.live_topology,
-            cost=lambda operation: self._operation_cost(operation, now_s),
-            max_operations=num_live,
-            held=reconfiguration.held,
-        )
-        started: list[Operation] = []
-        for operation in planned:
-            num_ranks = len(operation.ranks)
-            # One operation may always go, or a pool of one node could never change.
-            if num_ranks <= room or not (started or reconfiguration.in_transition):
-                started.append(operation)
-                room -= num_ranks
-        return self._begin(started, now_s)
+        return self._begin(self._steering.operations(now_s), now_s) if self._steering is not None else []
 
     def _begin(self, operations: Sequence[Operation], now_s: float) -> list[Action]:
         busy = [group for group, worker in self._serving.items() if worker.running]
@@ -730,7 +572,9 @@ class ControlPlane:
                     self._handovers[operation].is_committed = True
                     self.transitions.append(Transition(now_s, operation, drain_s, switch_s))
                 case OperationAborted(operation, restored):
-                    self._target = None  # what stood in the way may still be there: the next window decides anew
+                    if self._steering is not None:
+                        # What stood in the way may still be there: the next window decides anew.
+                        self._steering.target = None
                     handover = self._handovers.pop(operation)
                     for worker in handover.sources:
                         if worker.group in restored:

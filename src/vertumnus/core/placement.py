@@ -178,14 +178,17 @@ class VertumnusPolicy:
         PaperPolicy(self.beta, self.lambda_)
 
     def place(self, view: PlacementView) -> Placement:
-        num_waiting = float(np.maximum(view.num_outstanding - 1, 0).sum())
-        scarcity = min(1.0, num_waiting / view.num_outstanding.size)
+        num_outstanding: list[int] = view.num_outstanding.tolist()
+        num_waiting = sum([num - 1 for num in num_outstanding if num > 1])
+        scarcity = min(1.0, num_waiting / len(num_outstanding))
         return _least_j(view, 1.0 + (self.beta - 1.0) * scarcity, self.lambda_ * scarcity)
 
 
 def _least_j(view: PlacementView, beta: float, lambda_: float) -> Placement:
-    service = beta * view.service_s
-    gpu_time = lambda_ * (view.degrees * view.service_s - view.smallest_degree * view.smallest_service_s)
+    # Arrays of no dimension, as NumPy takes Python numbers more slowly.
+    service = np.array(beta) * view.service_s
+    least_gpu_s = np.array(float(view.smallest_degree)) * view.smallest_service_s
+    gpu_time = np.array(lambda_) * (view.degrees * view.service_s - least_gpu_s)
     load_free = service + gpu_time
     placement = choose(
         view,

@@ -6,24 +6,8 @@ that holds them. A merge loses nothing: the union holds whatever either source h
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from vertumnus.core.index.reports import Chain
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullSettings:
-    """What it costs to fetch blocks for one request, and which blocks may be fetched.
-
-    The paper counts pending blocks as a miss. With these settings a placement takes the cheaper of recomputing and
-    copying them, copy time included; `from_any_worker` goes further and lets every block that any worker holds be
-    pulled, so that locality is a price and no longer a constraint.
-    """
-
-    s_per_token: float
-    """Seconds to copy one token's KV over the slowest link that may be on the way."""
-    latency_s: float
-    from_any_worker: bool = False
 
 
 class PendingBlocks:

@@ -70,7 +70,9 @@ class Worker:
 class WorkerTable:
     """All workers by id, and for the active ones vectors in ascending worker id."""
 
-    def __init__(self, cost_model: CostModel, discipline: Discipline, ageing: float) -> None:
+    def __init__(self, cost_model: CostModel, discipline: Discipline, ageing: float, block_tokens: int) -> None:
+        self.block_tokens = np.array(float(block_tokens))
+        """Of no dimension, as NumPy takes Python numbers more slowly."""
         self._cost_model = cost_model
         self._discipline = discipline
         self._ageing = ageing
@@ -110,11 +112,13 @@ class WorkerTable:
         row = worker.row
         if row is None:
             return
-        self.queued_s[row] = worker.queue.service_s + worker.later_s
-        self.running_end_s[row] = worker.running_end_s if worker.running else 0.0
-        self.num_outstanding[row] = len(worker.queue) + len(worker.running)
+        queue = worker.queue
+        num_queued, num_running = len(queue), len(worker.running)
+        self.queued_s[row] = queue.service_s + worker.later_s
+        self.running_end_s[row] = worker.running_end_s if num_running else 0.0
+        self.num_outstanding[row] = num_queued + num_running
         self.outstanding_tokens[row] = worker.queued_tokens + worker.running_tokens
-        if len(worker.queue):
+        if num_queued:
             self.queued_rows.add(row)
         else:
             self.queued_rows.discard(row)
@@ -130,7 +134,8 @@ class WorkerTable:
         self.degrees: FloatArray = np.array(degrees, dtype=np.float64)
         self.costs: DegreeCosts = self._cost_model.for_degrees(degrees)
         self.smallest_degree = min(degrees, default=0)
-        self.smallest_costs: DegreeCosts = self._cost_model.for_degrees([self.smallest_degree] if degrees else [])
+        self.smallest_costs: DegreeCosts = self._cost_model.for_degrees([self.smallest_degree] * num_rows)
+        """The cost model at the smallest degree, once per row."""
         self.queued_s: FloatArray = np.zeros(num_rows)
         self.running_end_s: FloatArray = np.zeros(num_rows)
         self.num_outstanding: IntArray = np.zeros(num_rows, dtype=np.int64)

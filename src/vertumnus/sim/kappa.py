@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vertumnus.core.composition import RankGroup, Topology
-from vertumnus.core.control_plane import ControlPlane, ControlPlaneSettings
+from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.queueing import Discipline
+from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.errors import ConfigError
 from vertumnus.sim.metrics import Slo
 from vertumnus.sim.pool import SimulatedPool

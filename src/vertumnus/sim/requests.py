@@ -28,8 +28,8 @@ def prefill_requests(trace: Trace) -> Iterator[PrefillRequest]:
         raw = pairs.tobytes()
         if len(known) > _MAX_KNOWN_BLOCKS:
             known.clear()
-        distinct = (raw[position : position + 16] for position in range(0, len(raw), 16))
-        hashes = list(map(known.setdefault, block_ids.tolist(), distinct))
+        fresh = [raw[position : position + 16] for position in range(0, len(raw), 16)]
+        hashes = list(map(known.setdefault, block_ids.tolist(), fresh))
         starts = (offsets[:-1] - offsets[0]).tolist()
         ends = (offsets[:-1] - offsets[0] + num_full[rows]).tolist()
         columns = zip(trace.arrival_s[rows].tolist(), trace.input_tokens[rows].tolist(), starts, ends, strict=True)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from vertumnus.core.composition import Composition, OperationKind, Topology, lay_out
-from vertumnus.core.control_plane import ControlPlane, ControlPlaneSettings
+from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controller import Controller
 from vertumnus.core.events import CopyReason
 from vertumnus.core.index.replication import ReplicationSettings
@@ -15,9 +15,10 @@ from vertumnus.core.lookahead_controller import LookaheadController
 from vertumnus.core.placement import PaperPolicy, PlacementPolicy, VertumnusPolicy
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
+from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
-from vertumnus.core.reconciliation import PullSettings
 from vertumnus.core.reconfiguration import ReconfigurationSettings
+from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.core.threshold_controller import ThresholdController
 from vertumnus.errors import ConfigError
 from vertumnus.sim.auto import auto_composition

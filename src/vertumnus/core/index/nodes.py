@@ -66,13 +66,13 @@ class NodeTable:
         self.words = Column(np.zeros(2 * capacity, dtype=np.uint64))
         """Two words of hash per row, low half first."""
         self.hash_bytes: memoryview[int] = self.words.cells.cast("B")
-        self._places = np.zeros((6, capacity), dtype=np.int32)
-        places = [Column(row) for row in self._places]
+        self._cells = np.zeros((6 + 1 + 2 * num_degrees, capacity), dtype=np.int32)
+        """All other columns; those after the sixth as 32-bit floats."""
+        places = [Column(row) for row in self._cells[:6]]
         self.parent, self.depth, self.first_child, self.next_sibling, self.previous_sibling, self.holder_set = places
         """`depth`: blocks from the root, this one included. `holder_set`: the workers of which the block is a replica,
         that is, it and all its ancestors are resident there."""
-        self._demand = np.zeros((1 + 2 * num_degrees, capacity), dtype=np.float32)
-        demand = [Column(row) for row in self._demand]
+        demand = [Column(row) for row in self._cells[6:].view(np.float32)]
         self.stored_s = demand[0]
         """When a worker last became a holder, on the owner's time scale."""
         self.access = demand[1 : 1 + num_degrees]
@@ -91,7 +91,7 @@ class NodeTable:
     @property
     def num_bytes(self) -> int:
         """Memory of all columns, of the hash table, and about that of the dictionary of young rows."""
-        arrays = (self.words.values, self._places, self._demand, self._table.values)
+        arrays = (self.words.values, self._cells, self._table.values)
         return sum(values.nbytes for values in arrays) + 4 * len(self._free) + _YOUNG_BYTES * len(self._young)
 
     def hash_of(self, node: int) -> bytes:
@@ -293,6 +293,39 @@ class NodeTable:
         if dead:
             self._blank(dead)
 
+    def bury_leaves(
+        self, rows: Sequence[int], set_id: int, kept: Container[int]
+    ) -> tuple[int, list[int]]:
+        """Deletes, in order, those rows that are a leaf with this holder set and not `kept`, and what `bury` would then
+        delete above them: (how many with this set, the other rows)."""
+        parents, depths = self.parent.cells, self.depth.cells
+        first_child, holder_set = self.first_child.cells, self.holder_set.cells
+        next_sibling, previous_sibling = self.next_sibling.cells, self.previous_sibling.cells
+        dead = array("i")
+        bare: list[int] = []
+        others: list[int] = []
+        for node in rows:
+            if holder_set[node] != set_id or first_child[node] or (kept and node in kept):
+                others.append(node)
+                continue
+            parent = parents[node]
+            sibling, previous = next_sibling[node], previous_sibling[node]
+            if previous:
+                next_sibling[previous] = sibling
+            else:
+                first_child[parent] = sibling
+                if not (sibling or holder_set[parent]):
+                    bare.append(parent)
+            if sibling:
+                previous_sibling[sibling] = previous
+            holder_set[node] = depths[node] = 0
+            dead.append(node)
+        if dead:
+            self._blank(dead)
+            if bare:
+                self.bury(bare, kept)
+        return len(dead), others
+
     def _blank(self, dead: "array[int]") -> None:
         """Forgets the hashes of rows that hang in the tree no more, clears them and puts them on the free list."""
         places = np.frombuffer(dead, dtype=np.int32)
@@ -307,8 +340,7 @@ class NodeTable:
         if old:
             self._forget_old(old)
         words[places] = 0
-        self._places[:, places] = 0
-        self._demand[:, places] = 0.0
+        self._cells[:, places] = 0
         self._free.extend(dead)
         self.num_nodes -= len(dead)
 
@@ -356,9 +388,9 @@ class NodeTable:
             self._capacity = max(needed, self._capacity * 3 // 2)
             self.words.adopt(_grown(self.words.values, 2 * self._capacity))
             self.hash_bytes = self.words.cells.cast("B")
-            self._places = _grown(self._places, self._capacity)
-            self._demand = _grown(self._demand, self._capacity)
-            for column, values in zip(self._columns, [*self._places, *self._demand], strict=True):
+            self._cells = _grown(self._cells, self._capacity)
+            columns = [*self._cells[:6], *self._cells[6:].view(np.float32)]
+            for column, values in zip(self._columns, columns, strict=True):
                 column.adopt(values)
 
     def _age(self) -> None:

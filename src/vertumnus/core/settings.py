@@ -1,0 +1,48 @@
+"""What an operator decides once about a control plane."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vertumnus.core.index.replication import ReplicationSettings
+from vertumnus.core.pulls import PullSettings
+from vertumnus.core.queueing import Discipline
+from vertumnus.core.reconfiguration import ReconfigurationSettings
+from vertumnus.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlPlaneSettings:
+    """What an operator decides once. Durations in seconds."""
+
+    block_tokens: int
+    blocks_per_rank: int
+    """KV blocks that one rank stores."""
+    discipline: Discipline = Discipline.SHORTEST
+    ageing: float = 10.0
+    """Seconds of arrival order that one second of predicted service is worth under shortest-first."""
+    step_tokens: int | None = None
+    """Token budget of a step: longer prompts are chunked, shorter ones packed. None: one whole request a step."""
+    max_sequence_tokens: int | None = None
+    window_s: float = 20.0
+    """Observation window of the controller."""
+    long_tokens: int = 32_768
+    """Requests above this length count as long."""
+    max_switching_ratio: float = 0.5
+    """Largest share of the GPUs that may be draining or switching at once."""
+    reconfiguration: ReconfigurationSettings = field(default_factory=ReconfigurationSettings)
+    replication: ReplicationSettings | None = None
+    """Algorithms 1 and 2; None: every worker's cache lives by itself."""
+    scan_interval_s: float = 10.0
+    """From the end of one replication scan to the start of the next."""
+    pull: PullSettings | None = None
+    """Whether and at what price a placement may count on blocks of other workers; None: pending ones are misses."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "blocks_per_rank"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 1 or more")
+        if self.step_tokens is not None and self.step_tokens < self.block_tokens:
+            raise ConfigError(f"step_tokens is {self.step_tokens}; accepted: at least one block ({self.block_tokens})")
+        if not 0 <= self.ageing < np.inf:
+            raise ConfigError(f"ageing is {self.ageing}; accepted: 0 or more")

@@ -1,0 +1,116 @@
+"""Where the composition should go, and what can start now on the way there.
+
+The controller proposes a target at the end of a window; `Steering` remembers it, shows the controller the pool, and
+plans operations towards the target until it is reached, given up or replaced.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vertumnus.core.composition import Composition, Operation, OperationKind, RankGroup, plan_towards
+from vertumnus.core.controller import Arrivals, Controller, PoolState
+from vertumnus.core.observation import WindowTracker
+from vertumnus.core.reconfiguration import Reconfiguration
+from vertumnus.core.requests import PrefillRequest
+from vertumnus.core.workers import Worker, WorkerTable
+
+_REUSE_DECAY = 0.8
+"""Per window, so that reuse of some five windows counts, recent ones weighing more."""
+
+
+class Steering:
+    """One controller, its windows and its target. It plans; the control plane starts what is planned."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        *,
+        windows: WindowTracker,
+        reconfiguration: Reconfiguration,
+        workers: WorkerTable,
+        serving: Mapping[RankGroup, Worker],
+        blocks_per_rank: int,
+        max_switching_ratio: float,
+    ) -> None:
+        self.controller = controller
+        self.windows = windows
+        self.target: Composition | None = None
+        self.most_blocks = 0
+        """KV blocks of the longest request seen: no composition is gone to that could not hold it."""
+        self._reconfiguration = reconfiguration
+        self._workers = workers
+        self._serving = serving
+        self._blocks_per_rank = blocks_per_rank
+        self._max_switching_ratio = max_switching_ratio
+
+    def end_window(self, waiting: Sequence[PrefillRequest], now_s: float) -> None:
+        """Closes the window and asks the controller; `waiting` are the requests without a worker."""
+        workers = self._workers.all()
+        window = self.windows.close(sum(worker.outstanding_s(now_s) for worker in workers))
+        for worker in workers:
+            worker.reused_blocks *= _REUSE_DECAY
+        queued = [item.request for worker in workers for item in worker.queue.items()]
+        proposal = self.controller.observe(window, self._pool_state([*queued, *waiting], now_s))
+        if proposal is not None:
+            self.target = proposal.target
+
+    def operations(self, now_s: float) -> list[Operation]:
+        """What can start now on the way to the target, within the share of GPUs that may switch at once."""
+        reconfiguration = self._reconfiguration
+        if self.target is None:
+            return []
+        layout = reconfiguration.planned_layout
+        if Composition.of_layout(layout) == self.target:
+            self.target = None
+            return []
+        num_live = sum(group.degree for group in layout)
+        room = self._max_switching_ratio * num_live - sum(group.degree for group in reconfiguration.held)
+        planned = plan_towards(
+            layout,
+            self.target,
+            reconfiguration.live_topology,
+            cost=lambda operation: self._operation_cost(operation, now_s),
+            max_operations=num_live,
+            held=reconfiguration.held,
+        )
+        started: list[Operation] = []
+        for operation in planned:
+            num_ranks = len(operation.ranks)
+            # One operation may always go, or a pool of one node could never change.
+            if num_ranks <= room or not (started or reconfiguration.in_transition):
+                started.append(operation)
+                room -= num_ranks
+        return started
+
+    def _pool_state(self, queued: Sequence[PrefillRequest], now_s: float) -> PoolState:
+        reconfiguration = self._reconfiguration
+        return PoolState(
+            layout=reconfiguration.planned_layout,
+            topology=reconfiguration.live_topology,
+            degrees=reconfiguration.degrees,
+            cost=lambda operation: self._operation_cost(operation, now_s),
+            held=reconfiguration.held,
+            in_transition=reconfiguration.in_transition,
+            admits=lambda composition: composition.degrees[-1] * self._blocks_per_rank >= self.most_blocks,
+            queued=Arrivals(
+                arrival_s=np.full(len(queued), now_s),
+                input_tokens=np.array([request.input_tokens for request in queued], dtype=np.float64),
+                prefix_tokens=np.zeros(len(queued)),
+            ),
+        )
+
+    def _operation_cost(self, operation: Operation, now_s: float) -> tuple[float, float]:
+        """(predicted drain in seconds, expected reconciliation traffic in blocks) of an operation that starts now.
+
+        The drain lasts as long as the longest running step. A merge moves no KV; a split leaves about half of every
+        prefix at the other child, weighted by how much of the parent's cache was reused recently.
+        """
+        drain_s = traffic_blocks = 0.0
+        for group in operation.sources:
+            worker = self._serving.get(group)
+            if worker is not None and worker.running:
+                drain_s = max(drain_s, worker.running_end_s - now_s, 0.0)
+            if worker is not None and operation.kind is OperationKind.SPLIT:
+                traffic_blocks += worker.reused_blocks / 2
+        return drain_s, traffic_blocks
