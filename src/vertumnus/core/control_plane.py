@@ -51,6 +51,7 @@ from vertumnus.core.events import (
 from vertumnus.core.index import Match, PrefixIndex, ReportOutcome
 from vertumnus.core.index.replication import CopyKind, PoolLoad, WorkerLoad
 from vertumnus.core.index.reports import CacheReport, Chain, Cleared, Removed, Snapshot, Stored
+from vertumnus.core.long_threshold import LongThreshold
 from vertumnus.core.observation import WindowTracker
 from vertumnus.core.placement import PlacementPolicy, PlacementView
 from vertumnus.core.pulls import Puller, PullSettings
@@ -94,6 +95,7 @@ class _Handover:
     held: dict[int, tuple[Chain, ...]] = field(default_factory=dict)
     """What the opened ones hold, by worker id."""
     is_committed: bool = False
+
 
 _ZERO = np.array(0.0)  # of no dimension, as NumPy takes Python numbers more slowly
 
@@ -164,7 +166,10 @@ class ControlPlane:
         settings = self.settings
         return Steering(
             controller,
-            windows=WindowTracker(settings.window_s, settings.long_tokens),
+            windows=WindowTracker(
+                settings.window_s,
+                LongThreshold(fixed_tokens=settings.long_tokens, quantile_ratio=settings.long_quantile_ratio),
+            ),
             reconfiguration=self._reconfiguration,
             workers=self._workers,
             serving=self._serving,

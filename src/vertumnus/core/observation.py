@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vertumnus.core.controller import Arrivals, Window
+from vertumnus.core.long_threshold import LongThreshold
 
 
 @dataclass(slots=True)
@@ -12,7 +13,7 @@ class WindowTracker:
     """Accumulates the arrivals of the current window; `close` turns them into a `Window` and begins the next."""
 
     window_s: float
-    long_tokens: int
+    long_threshold: LongThreshold
     start_s: float = 0.0
     _demand_s: float = 0.0
     _num_long: int = 0
@@ -27,7 +28,8 @@ class WindowTracker:
     def record(self, arrival_s: float, input_tokens: int, prefix_tokens: int, service_s: float) -> None:
         """One arrival, with the prefix and the predicted service at the worker that it was placed on."""
         self._demand_s += service_s
-        self._num_long += input_tokens > self.long_tokens
+        self._num_long += self.long_threshold.is_long(input_tokens)
+        self.long_threshold.add(input_tokens)
         self._arrival_s.append(arrival_s)
         self._input_tokens.append(input_tokens)
         self._prefix_tokens.append(prefix_tokens)
@@ -50,6 +52,7 @@ class WindowTracker:
             suffix_tokens=int((arrivals.input_tokens - arrivals.prefix_tokens).sum()),
             arrivals=arrivals,
         )
+        self.long_threshold.end_window()
         self.start_s = self.end_s
         self._demand_s = 0.0
         self._num_long = 0

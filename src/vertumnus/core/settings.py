@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vertumnus.core.index.replication import ReplicationSettings
+from vertumnus.core.long_threshold import DEFAULT_LONG_TOKENS
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.reconfiguration import ReconfigurationSettings
@@ -26,8 +27,10 @@ class ControlPlaneSettings:
     max_sequence_tokens: int | None = None
     window_s: float = 20.0
     """Observation window of the controller."""
-    long_tokens: int = 32_768
+    long_tokens: int = DEFAULT_LONG_TOKENS
     """Requests above this length count as long."""
+    long_quantile_ratio: float | None = None
+    """Above this quantile of recent lengths instead, since in agentic traffic most requests are longer than 32K."""
     max_switching_ratio: float = 0.5
     """Largest share of the GPUs that may be draining or switching at once."""
     reconfiguration: ReconfigurationSettings = field(default_factory=ReconfigurationSettings)

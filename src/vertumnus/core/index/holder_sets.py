@@ -77,10 +77,6 @@ class HolderSets:
         for degree_index, mask in enumerate(self.degree_masks):
             self.degree_masks[degree_index] = mask & ~(1 << slot)
 
-    def id_of(self, mask: int) -> int | None:
-        """The id of this set if a block refers to it."""
-        return self._ids.get(mask)
-
     def intern(self, mask: int) -> int:
         """The id of this set. The caller refers to it (`move`) before anything else is interned and released."""
         set_id = self._ids.get(mask)

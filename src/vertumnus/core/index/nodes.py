@@ -293,39 +293,6 @@ class NodeTable:
         if dead:
             self._blank(dead)
 
-    def bury_leaves(
-        self, rows: Sequence[int], set_id: int, kept: Container[int]
-    ) -> tuple[int, list[int]]:
-        """Deletes, in order, those rows that are a leaf with this holder set and not `kept`, and what `bury` would then
-        delete above them: (how many with this set, the other rows)."""
-        parents, depths = self.parent.cells, self.depth.cells
-        first_child, holder_set = self.first_child.cells, self.holder_set.cells
-        next_sibling, previous_sibling = self.next_sibling.cells, self.previous_sibling.cells
-        dead = array("i")
-        bare: list[int] = []
-        others: list[int] = []
-        for node in rows:
-            if holder_set[node] != set_id or first_child[node] or (kept and node in kept):
-                others.append(node)
-                continue
-            parent = parents[node]
-            sibling, previous = next_sibling[node], previous_sibling[node]
-            if previous:
-                next_sibling[previous] = sibling
-            else:
-                first_child[parent] = sibling
-                if not (sibling or holder_set[parent]):
-                    bare.append(parent)
-            if sibling:
-                previous_sibling[sibling] = previous
-            holder_set[node] = depths[node] = 0
-            dead.append(node)
-        if dead:
-            self._blank(dead)
-            if bare:
-                self.bury(bare, kept)
-        return len(dead), others
-
     def _blank(self, dead: "array[int]") -> None:
         """Forgets the hashes of rows that hang in the tree no more, clears them and puts them on the free list."""
         places = np.frombuffer(dead, dtype=np.int32)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vertumnus.core.index.holder_sets import EMPTY_SET, HolderSets, slot_array
+from vertumnus.core.index.holder_sets import HolderSets, slot_array
 from vertumnus.core.index.nodes import Column, NodeTable
 from vertumnus.errors import InvariantError
 
@@ -93,16 +93,6 @@ class Trie:
         """The slot no longer has these rows; returns how many of them it had. Longer prefixes there become stranded."""
         bit = 1 << slot
         sets, masks = self.sets, self.sets.masks
-        num_leaves = 0
-        lone = sets.id_of(bit)
-        if lone is not None:
-            num_leaves, rows = self.nodes.bury_leaves(rows, lone, self.stranded)
-            if num_leaves:
-                sets.move(lone, EMPTY_SET, num_leaves)
-                self.resident_blocks[slot] -= num_leaves
-                self.version += 1
-            if not rows:
-                return num_leaves
         holder_set, next_sibling = self.nodes.holder_set.cells, self.nodes.next_sibling.cells
         first_child = self.nodes.first_child.cells
         run_old = run_new = -1
@@ -134,7 +124,7 @@ class Trie:
         self.resident_blocks[slot] -= num_dropped
         self.version += 1
         self.nodes.bury(rows, self.stranded)
-        return num_leaves + num_dropped
+        return num_dropped
 
     def rows_of(self, slot: int) -> list[int]:
         """All rows whose block is resident at the slot, replicas first."""
