@@ -235,6 +235,27 @@ def test_a_request_that_no_worker_could_hold_is_rejected_with_what_is_missing():
     assert "20" in rejected.reason
 
 
+class Asks:
+    """A controller that only remembers which compositions were open to it."""
+
+    def __init__(self, *compositions: str) -> None:
+        self.compositions = [Composition.parse(text) for text in compositions]
+        self.admitted: list[bool] = []
+
+    def observe(self, window: Window, state: PoolState) -> Proposal | None:
+        self.admitted = [state.admits(each) for each in self.compositions]
+        return None
+
+
+def test_a_pool_that_holds_a_request_stays_able_to_and_a_rejected_one_asks_for_nothing():
+    asks = Asks("4x1", "2x2", "1x4")
+    driver = Driver("2x2", blocks_per_rank=10, controller=asks)
+    assert only(RequestRejected, driver.arrive(0, input_tokens=500 * BLOCK_TOKENS))
+    driver.arrive(1, input_tokens=5 * BLOCK_TOKENS)
+    window_ends(driver)
+    assert asks.admitted == [False, True, True]
+
+
 # Steps
 
 
@@ -271,6 +292,20 @@ def test_the_delay_put_on_longer_queued_work_is_part_of_the_cost():
 
 
 # Waiting for a worker
+
+
+def test_the_further_chunks_of_a_running_request_are_waited_for_or_delayed():
+    driver = Driver("2x1", discipline=Discipline.SHORTEST, step_tokens=100, policy="min-ttft")
+    driver.arrive(0, input_tokens=500)
+    running = driver.plane.workers[0]
+    assert running.later_s > 0
+    step_s = running.running_end_s
+    (longer,) = only(RequestPlaced, driver.arrive(1, input_tokens=900))
+    assert longer.placement.terms["wait"][0] == pytest.approx(running.outstanding_s(0.0))
+    assert longer.placement.terms["delay"][0] == 0.0
+    (shorter,) = only(RequestPlaced, driver.arrive(2, input_tokens=20))
+    assert shorter.placement.terms["wait"][0] == pytest.approx(step_s)
+    assert shorter.placement.terms["delay"][0] == pytest.approx(shorter.placement.terms["service"][0])
 
 
 def test_a_worker_takes_requests_only_once_its_cache_is_known():
@@ -389,6 +424,23 @@ def test_what_a_split_leaves_at_the_other_child_is_fetched_on_first_use():
     assert started(actions) == [(placed[1], [7])]
 
 
+def test_a_pending_block_that_was_computed_meanwhile_is_pending_no_more():
+    pull = PullSettings(s_per_token=0.0001, latency_s=0.0)
+    driver = Driver("1x2", controller=Towards("2x1"), pull=pull, holds_snapshots=True)
+    prompt = request(0, prompt="same", input_tokens=105)
+    driver.snapshot(0, (None, tuple(prompt.blocks)))
+    (activated,) = only(ActivateGroups, window_ends(driver))
+    confirm(driver, activated)
+    driver.snapshot(1, (None, tuple(prompt.blocks[:6])))
+    driver.snapshot(2, (prompt.blocks[5], tuple(prompt.blocks[6:])))
+    lacking = {1: prompt.blocks[6:], 2: prompt.blocks[:6]}
+    (heir,) = list(driver.plane._pending.workers())
+    missing = lacking[heir]
+    parent = prompt.blocks[5] if heir == 1 else None
+    driver.report(Stored, heir, parent=parent, blocks=tuple(missing))
+    assert not driver.plane._pending.of(heir)
+
+
 def test_a_failed_copy_holds_nobody_up():
     pull = PullSettings(s_per_token=0.0, latency_s=0.0, from_any_worker=True)
     driver = Driver("2x1", pull=pull)
@@ -431,6 +483,33 @@ def test_a_recovered_rank_serves_again_and_takes_what_waited():
     assert driver.plane.num_waiting == 1
     (activated,) = only(ActivateGroups, driver.tell(RankRecovered(0)))
     assert placed_at(confirm(driver, activated)) == [(0, 1, True)]
+
+
+def test_a_cancelled_request_does_not_start_again_when_its_worker_fails():
+    driver = Driver("2x1")
+    driver.arrive(0)
+    driver.tell(RequestCancelled(0))
+    assert placed_at(driver.tell(RankFailed(0))) == []
+    driver.plane.check_invariants()
+
+
+def test_what_a_lost_worker_still_says_of_its_step_is_ignored():
+    driver = Driver("2x1")
+    driver.arrive(0)
+    driver.tell(RankFailed(0))
+    assert driver.plane._on_step_started(StepStarted(0, (0,)), 0.0) == []
+    assert driver.plane._on_step_finished(StepFinished(0), 0.0) == []
+    driver.plane.check_invariants()
+
+
+def test_windows_end_without_a_controller_s_word_while_every_rank_is_lost():
+    driver = Driver("1x1", controller=Towards("1x1"))
+    driver.tell(RankFailed(0))
+    driver.arrive(0)
+    for _ in range(3):
+        assert window_ends(driver) == []
+    (activated,) = only(ActivateGroups, driver.tell(RankRecovered(0)))
+    assert placed_at(confirm(driver, activated)) == [(0, 1, False)]
 
 
 def test_a_failure_that_is_reported_twice_counts_once():

@@ -1,5 +1,7 @@
 """The look-ahead controller: finds the right composition, from anywhere, and then stays."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -110,6 +112,25 @@ def test_changed_traffic_is_followed_within_two_windows():
     path = drive(LookaheadController(COST), "4x4", first + second)
     assert path[11] != path[13]
     assert path[13].num_workers > path[11].num_workers
+
+
+def test_no_composition_is_entered_a_third_time_even_if_dropped_ones_are_passed_through():
+    """On the way to a target the pool passes through compositions that are not followed any more."""
+    controller = LookaheadController(COST, LookaheadSettings(max_shadows=1))
+    entered = Counter()
+    for each in equal_windows(40, 300, [8_000]):
+        proposal = controller.observe(each, state(Composition.parse("2x8")))  # somebody undoes every change
+        if proposal is not None:
+            entered[proposal.target] += 1
+        controller.observe(each, state(Composition.parse("4x1,2x2,2x4")))  # dropped long ago
+    assert entered
+    assert max(entered.values()) <= 2
+
+
+def test_memory_is_bounded_under_the_same_traffic():
+    controller = LookaheadController(COST, LookaheadSettings(half_life_windows=1.0))
+    drive(controller, "4x4", equal_windows(30, 4, [60_000]))
+    assert len(controller._counts) == len(controller._ttft_sums_s) <= 12
 
 
 def test_nothing_is_proposed_without_traffic_or_during_a_transition():

@@ -50,6 +50,12 @@ def test_a_rejected_request_did_not_meet_its_target():
     assert summarise(THREE, 300, SLO, 0.0).slo_attainment_ratio == pytest.approx(500 / 1000)
 
 
+def test_where_every_request_was_rejected_no_target_was_met():
+    summary = summarise(RequestRecords(), 300, SLO, 0.0)
+    assert summary.slo_attainment_ratio == 0.0
+    assert summary.mean_ttft_s is None
+
+
 @pytest.mark.parametrize("records", [RequestRecords(), THREE])
 def test_without_a_measured_request_there_are_no_figures(records):
     summary = summarise(records, 0, SLO, 10.0)

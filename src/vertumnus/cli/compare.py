@@ -1,6 +1,7 @@
 """`vertumnus compare`: the same trace through several pools, in one table."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -70,11 +71,17 @@ def command(
         raise ConfigError(f"rate is {rate} beside rates {rates!r}; accepted: one of the two")
     rates_per_s = [rate] if rates is None else [*parse_numbers("rates", rates)]
     settings = [pool.settings(composition, source.seed) for composition in compositions]
-    makers = [pool.policy(name) for name in policy_names(policies)]
+    names = policy_names(policies)
+    makers = [pool.policy(name) for name in names]
+    pool.check_weights(names)
     if plot is not None:
         check_plot_path(plot, force=force)
     if csv is not None:
         check_writable(csv, force=force)
+    if plot is not None and csv is not None and Path(plot).resolve() == Path(csv).resolve():
+        raise ConfigError(f"csv is {csv!r} beside plot {plot!r}; accepted: two different files")
+    if len(set(compositions)) < len(compositions):
+        raise ConfigError(f"composition is {', '.join(compositions)}; accepted: each composition once")
     profile = pool.load_profile()
     traces = source.read(seeds)
     warn(traces[0].warnings)
@@ -125,6 +132,6 @@ def policy_names(text: str) -> list[str]:
     from vertumnus.core.policies import POLICIES
 
     names = list(POLICIES) if text == "all" else [name.strip() for name in text.split(",")]
-    if len(set(names)) < len(names):
+    if all(names) and len(set(names)) < len(names):
         raise ConfigError(f"policies is {text!r}; accepted: each policy once")
     return names

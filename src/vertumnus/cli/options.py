@@ -2,8 +2,9 @@
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -21,7 +22,20 @@ DEFAULT_NUM_GPUS = 40
 SYNTH_PREFIX = "synth:"
 MAX_NUM_GPUS = 4096
 
+MAX_KV_BLOCKS = 1 << 22
+"""Per GPU: five times what the built-in profiles store in blocks of 16 tokens, and the slots of a pool are listed."""
+
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class FiniteRange(click.FloatRange):
+    """A number within bounds; `nan` and `inf`, which pass every comparison or the open bound, are refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not isfinite(number):
+            self.fail(f"{number} is not a finite number.", param, ctx)
+        return number
 
 
 def json_option(command: Command) -> Command:
@@ -131,6 +145,14 @@ class PoolOptions:
 
         return policy_maker(name, beta=self.beta, lambda_=self.lambda_)
 
+    def check_weights(self, policies: Sequence[str]) -> None:
+        """Refuses --beta and --lambda where no policy has them: they would change nothing, in silence."""
+        for option, value in (("beta", self.beta), ("lambda", self.lambda_)):
+            if value is not None and not {"vertumnus", "paper"}.intersection(policies):
+                raise ConfigError(
+                    f"{option} is {value} with {', '.join(policies)}; accepted: with vertumnus or paper only"
+                )
+
 
 _TRACE_OPTIONS = (
     click.argument("trace"),
@@ -178,7 +200,12 @@ _POOL_OPTIONS = (
         help="Blocks that a request may have copied in: none, what a split took away, any worker's; auto: any for "
         "our policies unless --no-replication.",
     ),
-    click.option("--kv-blocks", type=click.IntRange(1), help="KV blocks per GPU (default: the profile's capacity)."),
+    click.option(
+        "--kv-blocks",
+        type=click.IntRange(1, MAX_KV_BLOCKS),
+        help="KV blocks per GPU (default: the profile's capacity).",
+        metavar="N",
+    ),
     click.option(
         "--queue",
         type=click.Choice(["fifo", "shortest"]),
@@ -189,7 +216,7 @@ _POOL_OPTIONS = (
     click.option("--step-tokens", type=click.IntRange(1), help="Token budget of a step (default: whole requests)."),
     click.option(
         "--warmup",
-        type=click.FloatRange(0),
+        type=FiniteRange(0),
         default=0.0,
         help="Leave the first S seconds out of the figures.",
         metavar="S",
@@ -197,10 +224,10 @@ _POOL_OPTIONS = (
     click.option(
         "--slo", default="1.0+0.0002L", show_default=True, help="TTFT target: seconds plus seconds per input token."
     ),
-    click.option("--noise", type=click.FloatRange(0, 1), default=0.0, help="Relative noise of service times (0 to 1)."),
+    click.option("--noise", type=FiniteRange(0, 1), default=0.0, help="Relative noise of service times (0 to 1)."),
     click.option(
         "--report-delay",
-        type=click.FloatRange(0),
+        type=FiniteRange(0),
         default=0.0,
         help="Seconds until a cache report arrives.",
         metavar="S",

@@ -27,6 +27,7 @@ def command(
     """
     settings = pool.settings(composition, source.seed)
     make_policy = pool.policy(policy)
+    pool.check_weights([policy])
     profile = pool.load_profile()
     (trace,) = source.read()
     warn(trace.warnings)

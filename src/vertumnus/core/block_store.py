@@ -271,7 +271,9 @@ class BlockStore:
         resident = self._resident
         if resident.keys().isdisjoint(blocks):
             # Deepest first, as the oldest goes first.
-            resident.update(zip(reversed(blocks), zip(reversed(slots), reversed(parents), strict=True), strict=True))
+            entries = zip(reversed(slots), reversed(parents), strict=True)
+            for block, entry in zip(reversed(blocks), entries, strict=True):
+                resident[block] = entry  # twice as fast as `update`, which an OrderedDict does pair by pair
             return
         for block, slot, parent in zip(reversed(blocks), reversed(slots), reversed(parents), strict=True):
             if block in resident:
@@ -283,19 +285,19 @@ class BlockStore:
     def _make_room(self, num_blocks: int) -> list[bytes]:
         """Evicts the oldest blocks that are not in use, at most `num_blocks`; returns them, oldest first."""
         resident, pins = self._resident, self._pins
-        pop = resident.popitem
         evicted: list[bytes] = []
-        slots = []
-        # A block in use that is met on the way becomes recent: its request will touch it anyway.
-        for _ in range(len(resident)):
-            if len(evicted) == num_blocks:
-                break
-            block, held = pop(False)
-            if block in pins:
-                resident[block] = held
-            else:
-                evicted.append(block)
-                slots.append(held[0])
+        slots: list[int] = []
+        num_left = len(resident)
+        while num_left and len(evicted) < num_blocks:
+            num_oldest = min(num_blocks - len(evicted), num_left)
+            num_left -= num_oldest
+            oldest = [resident.popitem(False) for _ in range(num_oldest)]
+            if not pins.keys().isdisjoint([block for block, _ in oldest]):
+                # A block in use that is met on the way becomes recent: its request will touch it anyway.
+                resident.update(entry for entry in oldest if entry[0] in pins)
+                oldest = [entry for entry in oldest if entry[0] not in pins]
+            evicted += [block for block, _ in oldest]
+            slots += [held[0] for _, held in oldest]
         self._release(slots)
         return evicted
 

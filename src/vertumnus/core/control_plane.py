@@ -335,7 +335,24 @@ class ControlPlane:
                 ahead_s, num_behind = active[row].queue.ahead(arrival_s, service_s)
                 wait[row] += ahead_s
                 delay[row] = num_behind * service_s
+        if self.settings.step_tokens is not None:
+            self._add_further_chunks(request, service, wait, delay)
         return wait, delay
+
+    def _add_further_chunks(
+        self, request: PrefillRequest, service: FloatArray, wait: FloatArray, delay: FloatArray
+    ) -> None:
+        """What a running request has left after this step queues again, before or after the new one."""
+        ageing = self.settings.ageing
+        for row, worker in enumerate(self._workers.active):
+            if not worker.later_s:
+                continue
+            cut = worker.running[-1].queued.request  # a step cuts its last request at most
+            service_s = float(service[row])
+            if cut.arrival_s + ageing * worker.later_s <= request.arrival_s + ageing * service_s:
+                wait[row] += worker.later_s
+            else:
+                delay[row] += service_s
 
     def _service_s(self, costs: DegreeCosts, suffix: FloatArray, prefix: FloatArray) -> FloatArray:
         step_tokens = self.settings.step_tokens
@@ -396,7 +413,9 @@ class ControlPlane:
 
     def _on_step_started(self, event: StepStarted, now_s: float) -> list[Action]:
         """Corrects the predicted end by the prefixes that were really there."""
-        worker = self._workers[event.worker_id]
+        worker = self._workers.get(event.worker_id)
+        if worker is None or not worker.running:  # lost meanwhile: its requests run elsewhere
+            return []
         fixed_s = self.cost_model.coefficients[worker.degree].d
         duration_s = fixed_s
         for item, reused_tokens in zip(worker.running, event.reused_tokens, strict=True):
@@ -413,7 +432,9 @@ class ControlPlane:
         return []
 
     def _on_step_finished(self, event: StepFinished, now_s: float) -> list[Action]:
-        worker = self._workers[event.worker_id]
+        worker = self._workers.get(event.worker_id)
+        if worker is None:  # lost meanwhile: its requests run elsewhere
+            return []
         actions: list[Action] = []
         for item in worker.running:
             queued = item.queued
@@ -432,8 +453,10 @@ class ControlPlane:
         worker.running = []
         worker.running_tokens = 0
         worker.later_s = 0.0
-        actions += self._start_step(worker, now_s)
-        self._workers.changed(worker)
+        steps = self._start_step(worker, now_s)
+        if not steps:
+            self._workers.changed(worker)
+        actions += steps
         if worker.status is WorkerStatus.DRAINING and not worker.running:
             actions += self._apply(self._reconfiguration.source_drained(worker.group, now_s), now_s)
         return actions
@@ -455,6 +478,8 @@ class ControlPlane:
             return []
         if outcome is ReportOutcome.GAP:
             return [SendSnapshot(event.worker_id)]
+        if isinstance(event, Stored):
+            self._pending.settle(event.worker_id, event.blocks)  # computed there by now, or copied
         if not isinstance(event, Snapshot):
             return []
         for handover in self._handovers.values():
@@ -637,13 +662,15 @@ class ControlPlane:
         return [item.request for item in taken]
 
     def _lose_worker(self, worker: Worker) -> list[PrefillRequest]:
-        """All requests of a worker that failed; those it was running start again elsewhere."""
+        """All requests of a worker that failed, but the cancelled; those it was running start again elsewhere."""
         lost = [item.queued.request for item in worker.running]
         lost += [item.request for item in worker.queue.items()]
         for request in lost:
             self._location.pop(request.request_id, None)
         worker.running = []
-        return lost
+        kept = [request for request in lost if request.request_id not in self._cancelled]
+        self._cancelled.difference_update(request.request_id for request in lost)
+        return kept
 
     def _open_worker(self, group: RankGroup, epoch: int) -> OpenWorker:
         worker_id = self._next_worker_id

@@ -37,7 +37,7 @@ class Window:
     demand_s_per_s: float
     """Predicted service seconds that arrived per second, each request at the degree it was placed on."""
     backlog_s: float = 0.0
-    """Predicted service seconds still outstanding at the end, over all workers and the pool queue."""
+    """Predicted service seconds still outstanding at the end, over all workers."""
     num_requests: int = 0
     num_long: int = 0
     """Requests above the long-request threshold."""

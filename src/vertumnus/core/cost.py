@@ -63,11 +63,12 @@ class DegreeCosts:
     def prefill_s(self, suffix_tokens: FloatArray | float, prefix_tokens: FloatArray | float) -> FloatArray:
         """Predicted queue-free prefill seconds, one per bound degree; arguments broadcast against the degrees."""
         pairs_per_suffix_token = prefix_tokens + (suffix_tokens + _ONE) * _HALF
-        return (
+        seconds: FloatArray = (
             self.fixed
             + suffix_tokens * (self.per_suffix + self.per_pair * pairs_per_suffix_token)
             + self.per_prefix * prefix_tokens
         )
+        return seconds
 
     def take(self, rows: NDArray[np.intp]) -> "DegreeCosts":
         """The same binding restricted to some of its degrees."""
@@ -87,6 +88,7 @@ class CostModel:
             raise ConfigError("coefficients are empty; accepted: at least one degree")
         self.degrees: tuple[int, ...] = tuple(sorted(coefficients))
         self.coefficients: dict[int, Coefficients] = {degree: coefficients[degree] for degree in self.degrees}
+        self._bound: dict[int, DegreeCosts] = {}
         for degree in self.degrees:
             if degree < 1:
                 raise ConfigError(f"degree is {degree}; accepted: 1 or more")
@@ -110,7 +112,16 @@ class CostModel:
         return k.d + k.a * suffix_tokens + k.b * prefix_tokens + (k.c * suffix_tokens + k.alpha * pairs) / degree
 
     def for_degrees(self, degrees: Sequence[int] | NDArray[np.integer]) -> DegreeCosts:
-        """Binds the model to a vector of degrees (say, one per worker)."""
+        """Binds the model to a vector of degrees (say, one per worker). Shared: read only."""
+        if len(degrees) != 1:
+            return self._bind(degrees)
+        degree = int(degrees[0])
+        bound = self._bound.get(degree)
+        if bound is None:
+            bound = self._bound[degree] = self._bind(degrees)
+        return bound
+
+    def _bind(self, degrees: Sequence[int] | NDArray[np.integer]) -> DegreeCosts:
         rows = [(self._at(int(degree)), int(degree)) for degree in degrees]
         return DegreeCosts(
             fixed=np.array([k.d for k, _ in rows]),

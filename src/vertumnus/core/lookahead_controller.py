@@ -24,6 +24,9 @@ from vertumnus.core.search_space import searchable_compositions
 from vertumnus.core.topology import Topology
 from vertumnus.errors import ConfigError
 
+_MAX_HALF_LIVES = 12
+"""Evidence older than this weighs less than a 4,000th and is dropped, so that memory stays bounded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadSettings:
@@ -90,17 +93,22 @@ class LookaheadController:
 
         Costs some microseconds per arrival; a window in which the traffic changed, tens of milliseconds.
         """
-        has_changed = self._remember(window)
+        has_changed = self._remember(window) or state.topology != self._topology
         current = state.composition
         arrivals = window.arrivals
         is_known = self._shadows is not None and current in self._shadows.compositions
-        if has_changed or not is_known or state.topology != self._topology:
+        if has_changed:
+            self._entered.clear()
+        # An unknown composition is one that was dropped, passed through on the way: no news of the traffic.
+        if has_changed or not is_known:
             self._start_anew(state)
             arrivals = _with_queued(state.queued, arrivals)
         if len(arrivals) == 0 or self._shadows is None:
             return None
         self._ttft_sums_s.append(finish(self._shadows.replay(arrivals)).sum(axis=0))
         self._counts.append(len(arrivals))
+        if len(self._counts) > _MAX_HALF_LIVES * self.settings.half_life_windows:
+            del self._counts[0], self._ttft_sums_s[0]
         row = self._shadows.compositions.index(current)
         mean_ttft_s = self._mean_ttft_s()
         # Under the same traffic a composition that was entered twice is not entered a third time.
@@ -184,7 +192,6 @@ class LookaheadController:
         self._shadows = Shadows([current, *others], self.cost_model)
         self._ttft_sums_s.clear()
         self._counts.clear()
-        self._entered.clear()
 
     def _remember(self, window: Window) -> bool:
         """Appends a window to the history of the traffic; a change (True) ends the history before it."""
@@ -216,7 +223,8 @@ class LookaheadController:
             mean = sum(each.work_s for each in part) / num_requests
             means.append(mean)
             errors.append((sum(each.work_squared_s2 for each in part) / num_requests - mean**2) / num_requests)
-        return bool(abs(means[0] - means[1]) > sigmas * np.sqrt(max(sum(errors), 0.0)))
+        # Requests of one length have no variance; what rounding makes of their mean is no news.
+        return bool(abs(means[0] - means[1]) > sigmas * np.sqrt(max(sum(errors), 0.0)) + 1e-6 * means[0])
 
 
 def _with_queued(queued: Arrivals, arrivals: Arrivals) -> Arrivals:

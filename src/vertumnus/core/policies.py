@@ -114,7 +114,8 @@ class Preble:
     """Exploit a hit on more than half of the prompt, else explore by load (E2 of Preble, arXiv 2407.00023).
 
     Exploit: the worker with the longest reusable prefix, ties by load. Explore: least load cost, which is the
-    outstanding work plus this prompt's own prefill there.
+    outstanding work plus this prompt's own prefill there. Preble's cost of evictions and its shift of load away from
+    workers that are overloaded are left out.
     """
 
     name = "preble"

@@ -37,7 +37,7 @@ class Steering:
         self.windows = windows
         self.target: Composition | None = None
         self.most_blocks = 0
-        """KV blocks of the longest request seen: no composition is gone to that could not hold it."""
+        """KV blocks of the longest request seen: a pool that can hold it stays able to."""
         self._reconfiguration = reconfiguration
         self._workers = workers
         self._serving = serving
@@ -50,6 +50,9 @@ class Steering:
         window = self.windows.close(sum(worker.outstanding_s(now_s) for worker in workers))
         for worker in workers:
             worker.reused_blocks *= _REUSE_DECAY
+        if not self._reconfiguration.planned_layout:  # every rank is lost: there is nothing to compose
+            self.target = None
+            return
         queued = [item.request for worker in workers for item in worker.queue.items()]
         proposal = self.controller.observe(window, self._pool_state([*queued, *waiting], now_s))
         if proposal is not None:
@@ -85,14 +88,17 @@ class Steering:
 
     def _pool_state(self, queued: Sequence[PrefillRequest], now_s: float) -> PoolState:
         reconfiguration = self._reconfiguration
+        layout = reconfiguration.planned_layout
+        # What even the present workers could not hold was rejected, and asks nothing of other compositions.
+        most_blocks = min(self.most_blocks, max(group.degree for group in layout) * self._blocks_per_rank)
         return PoolState(
-            layout=reconfiguration.planned_layout,
+            layout=layout,
             topology=reconfiguration.live_topology,
             degrees=reconfiguration.degrees,
             cost=lambda operation: self._operation_cost(operation, now_s),
             held=reconfiguration.held,
             in_transition=reconfiguration.in_transition,
-            admits=lambda composition: composition.degrees[-1] * self._blocks_per_rank >= self.most_blocks,
+            admits=lambda composition: composition.degrees[-1] * self._blocks_per_rank >= most_blocks,
             queued=Arrivals(
                 arrival_s=np.full(len(queued), now_s),
                 input_tokens=np.array([request.input_tokens for request in queued], dtype=np.float64),
@@ -103,14 +109,16 @@ class Steering:
     def _operation_cost(self, operation: Operation, now_s: float) -> tuple[float, float]:
         """(predicted drain in seconds, expected reconciliation traffic in blocks) of an operation that starts now.
 
-        The drain lasts as long as the longest running step. A merge moves no KV; a split leaves about half of every
-        prefix at the other child, weighted by how much of the parent's cache was reused recently.
+        The drain lasts until the requests that have begun have ended, chunks to come included. A merge moves no KV; a
+        split leaves about half of every prefix at the other child, weighted by how much of the parent's cache was
+        reused recently.
         """
         drain_s = traffic_blocks = 0.0
         for group in operation.sources:
             worker = self._serving.get(group)
             if worker is not None and worker.running:
-                drain_s = max(drain_s, worker.running_end_s - now_s, 0.0)
+                begun_s = sum(item.service_s for item in worker.queue.items() if item.started)
+                drain_s = max(drain_s, max(worker.running_end_s - now_s, 0.0) + worker.later_s + begun_s)
             if worker is not None and operation.kind is OperationKind.SPLIT:
                 traffic_blocks += worker.reused_blocks / 2
         return drain_s, traffic_blocks

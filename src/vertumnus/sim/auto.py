@@ -17,6 +17,7 @@ from vertumnus.core.cost import FloatArray
 from vertumnus.core.profile import Profile
 from vertumnus.core.rollout import rollout_ttft_s
 from vertumnus.core.search_space import searchable_compositions
+from vertumnus.errors import ConfigError
 from vertumnus.sim.metrics import Slo
 from vertumnus.workload.reuse import block_reuse
 from vertumnus.workload.trace import IntArray, Trace
@@ -63,6 +64,11 @@ def _busiest(trace: Trace, num_requests: int) -> tuple[int, int]:
 def candidates(topology: Topology, profile: Profile, arrivals: Arrivals, slo: Slo) -> tuple[Composition, ...]:
     """Compositions to choose from: those that fit the length mix, or all where none does."""
     found = searchable_compositions(topology, profile.degrees)
+    if not found:
+        raise ConfigError(
+            f"num_gpus is {topology.num_gpus}, {topology.node_gpus} a node; accepted: nodes that hold a worker of "
+            f"profile {profile.name}, degrees {', '.join(map(str, profile.degrees))}"
+        )
     mix = length_mix(arrivals)
     costs = profile.cost_model()
     fits_degrees: dict[tuple[int, ...], bool] = {}

@@ -52,7 +52,10 @@ class RequestRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencySummary:
-    """The figures of a run that are means and quantiles over requests; None where no request was measured."""
+    """The figures of a run that are means and quantiles over requests; None where no request was measured.
+
+    The attainment is 0 where all requests were rejected.
+    """
 
     num_measured: int
     mean_ttft_s: float | None
@@ -81,7 +84,7 @@ def summarise(records: RequestRecords, rejected_tokens: int, slo: Slo, warmup_s:
             p90_ttft_s=None,
             p99_ttft_s=None,
             mean_wait_s=None,
-            slo_attainment_ratio=None,
+            slo_attainment_ratio=0.0 if rejected_tokens else None,
             token_hit_ratio=None,
         )
     ttft_s = np.array(records.ttft_s)[measured]

@@ -40,7 +40,7 @@ from vertumnus.core.events import (
     StepStarted,
     TimerFired,
 )
-from vertumnus.core.index.reports import Removed, Snapshot, Stored
+from vertumnus.core.index.reports import CacheReport, Removed, Snapshot, Stored
 from vertumnus.core.profile import Profile
 from vertumnus.core.requests import PrefillRequest
 from vertumnus.errors import ConfigError, InvariantError
@@ -168,7 +168,7 @@ class SimulatedPool:
         handle = self.control_plane.handle
         while request is not None or self._num_open:
             # An arrival goes after everything of its instant but timers.
-            if request is not None and (not heap or (request.arrival_s, Priority.ARRIVAL) < (heap[0][0], heap[0][1])):
+            if request is not None and (not heap or (request.arrival_s, Priority.ARRIVAL) < heap[0]):
                 self._advance(request.arrival_s)
                 self._num_open += 1
                 self._perform(handle(RequestArrived(request), self.now_s))
@@ -246,8 +246,28 @@ class SimulatedPool:
         for action in actions:
             self._execute[type(action)](action)
 
-    def _report(self, worker: _SimWorker, make: Callable[..., Event], **content: Any) -> None:
-        report = make(worker_id=worker.worker_id, epoch=worker.epoch, sequence=worker.next_sequence, **content)
+    def _report_stored(self, worker: _SimWorker, parent: bytes | None, blocks: Sequence[bytes]) -> None:
+        self._report(
+            worker,
+            Stored(
+                worker_id=worker.worker_id,
+                epoch=worker.epoch,
+                sequence=worker.next_sequence,
+                parent=parent,
+                blocks=tuple(blocks),
+            ),
+        )
+
+    def _report_removed(self, worker: _SimWorker, blocks: Sequence[bytes]) -> None:
+        self._report(
+            worker,
+            Removed(
+                worker_id=worker.worker_id, epoch=worker.epoch, sequence=worker.next_sequence, blocks=tuple(blocks)
+            ),
+        )
+
+    def _report(self, worker: _SimWorker, report: CacheReport) -> None:
+        """Sends the worker's next cache report, which arrives after the report delay."""
         worker.next_sequence += 1
         if self._report_delay_s:
             self._at(self.now_s + self._report_delay_s, Priority.REPORT, self._tell, report)
@@ -287,7 +307,7 @@ class SimulatedPool:
         if self._noise_ratio:
             duration_s *= float(np.exp(self._noise.normal(0.0, self._noise_ratio)))
         if evicted:
-            self._report(worker, Removed, blocks=tuple(evicted))
+            self._report_removed(worker, evicted)
         self._at(self.now_s + duration_s, Priority.STEP_FINISHED, self._finish_step, worker)
         self._tell(StepStarted(worker.worker_id, tuple(reused_tokens)))
 
@@ -304,7 +324,7 @@ class SimulatedPool:
             end = allocation.num_resident
             if end > start:
                 parent = request.blocks[start - 1] if start else None
-                self._report(worker, Stored, parent=parent, blocks=tuple(request.blocks[start:end]))
+                self._report_stored(worker, parent, request.blocks[start:end])
             if is_last:
                 _, start_s, reused = worker.partial.pop(request.request_id)
                 self._complete(request, start_s, reused, worker.group.degree)
@@ -360,7 +380,7 @@ class SimulatedPool:
         source.store.pin(blocks)
         allocation = destination.store.allocate(blocks, 0, action.parent)
         if allocation.evicted:
-            self._report(destination, Removed, blocks=tuple(allocation.evicted))
+            self._report_removed(destination, allocation.evicted)
         self._copies[action.copy_id] = _Copy(action, blocks, allocation)
         source.copies.add(action.copy_id)
         destination.copies.add(action.copy_id)
@@ -397,7 +417,7 @@ class SimulatedPool:
         destination.store.finish(copy.allocation, len(copy.blocks))
         num_installed = copy.allocation.num_produced
         if num_installed:
-            self._report(destination, Stored, parent=action.parent, blocks=tuple(copy.blocks[:num_installed]))
+            self._report_stored(destination, action.parent, copy.blocks[:num_installed])
         name = action.reason.value
         self.num_copies[name] = self.num_copies.get(name, 0) + 1
         self._tell(CopyEnded(copy_id, num_installed == len(action.blocks)))
@@ -417,7 +437,7 @@ class SimulatedPool:
             return
         freed = worker.store.reclaim(action.blocks)
         if freed:
-            self._report(worker, Removed, blocks=tuple(freed))
+            self._report_removed(worker, freed)
 
     # Reconfiguration and failures
 
@@ -468,7 +488,10 @@ class SimulatedPool:
     def _send_snapshot(self, worker_id: int) -> None:
         worker = self._workers.get(worker_id)
         if worker is not None:
-            self._report(worker, Snapshot, chains=worker.store.chains())
+            snapshot = Snapshot(
+                worker_id=worker_id, epoch=worker.epoch, sequence=worker.next_sequence, chains=worker.store.chains()
+            )
+            self._report(worker, snapshot)
 
     def _close_worker(self, action: CloseWorker) -> None:
         worker = self._workers[action.worker_id]

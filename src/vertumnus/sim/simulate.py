@@ -27,6 +27,9 @@ from vertumnus.sim.pool import Failure, SimulatedPool
 from vertumnus.sim.requests import prefill_requests
 from vertumnus.workload.trace import Trace
 
+MAX_DURATION_S = 366 * 86_400
+"""Windows and scans go on while nothing arrives, so an absurd stamp would keep the simulator busy for ever."""
+
 
 class Pulls(Enum):
     """Which blocks of other workers a request may have copied in before it is served."""
@@ -141,6 +144,11 @@ def simulate(
     Raises ConfigError for settings that contradict each other or the profile.
     """
     settings = settings or SimulationSettings()
+    if trace.duration_s > MAX_DURATION_S:
+        raise ConfigError(
+            f"trace lasts {trace.duration_s:g} s as played; accepted: at most {MAX_DURATION_S} s, a year "
+            "(a higher rate, or no absurd stamps)"
+        )
     if isinstance(policy, str):
         policy = make_policy(policy)
     topology = Topology(settings.num_gpus, settings.node_gpus)

@@ -15,6 +15,7 @@ from vertumnus.core.index import (
     PoolLoad,
     ReplicationSettings,
     ScanResult,
+    Stored,
     WorkerLoad,
 )
 from vertumnus.errors import ConfigError
@@ -298,3 +299,20 @@ def test_thresholds_that_would_undo_each_other_are_refused() -> None:
         ReplicationSettings(theta_intra=3.0, theta_reclaim=3.0)
     with pytest.raises(ConfigError, match="decay is 1"):
         ReplicationSettings(decay=1.0)
+
+
+def test_a_worker_that_joins_during_a_scan_does_not_disturb_it() -> None:
+    pool = pool_of(*[1] * 3)
+    pool.store(0, (0, 1, 2))
+    pool.use((0, 1, 2), 1, times=50)
+    scan = pool.index.scan(ReplicationSettings(theta_intra=1.0), pool.load, 0.0)
+    next(scan)
+    pool.index.add_worker(3, 1)
+    pool.index.apply(Stored(worker_id=3, epoch=0, sequence=0, parent=None, blocks=chain((0, 1, 2))), 0.0)
+    result = None
+    while result is None:
+        try:
+            next(scan)
+        except StopIteration as end:
+            result = end.value
+    assert all(plan.destination_worker_id != 3 for plan in result.replications)

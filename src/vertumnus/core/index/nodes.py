@@ -57,7 +57,8 @@ def _grown(values: NDArray[Any], capacity: int) -> NDArray[Any]:
 class NodeTable:
     """Rows of the trie: hash, place in the tree, holder set, time and demand.
 
-    A living row has depth >= 1. A dead row is all zero and waits on the free list, last freed first used, so that a
+    A living row has depth >= 1. A dead row has no hash, links, holders or demand (what is left of its parent and its
+    time means nothing) and waits on the free list, last freed first used, so that a
     path that leaves and comes back keeps consecutive rows: `walk` compares those in bulk.
     """
 
@@ -78,6 +79,8 @@ class NodeTable:
         self.access = demand[1 : 1 + num_degrees]
         self.missed = demand[1 + num_degrees :]
         self._columns = [*places, *demand]
+        self.has_demand = False
+        """Whether a row may have demand; the owner says so before the first."""
         self.num_nodes = 0
         self.end = 1
         """One past the highest row ever used."""
@@ -87,6 +90,7 @@ class NodeTable:
         self._table = Column(np.zeros(2048, dtype=np.int32))
         """The rows that are not young, by the low bits of their hash; runs of equal bits follow each other."""
         self._num_old = 0
+        self.max_young = _MAX_YOUNG
 
     @property
     def num_bytes(self) -> int:
@@ -163,34 +167,31 @@ class NodeTable:
                 nodes.append(node)
                 parent = node
 
-    def append_chain(self, parent: int, blocks: tuple[bytes, ...]) -> "array[int]":
-        """Creates the rows of a chain below `parent` and returns them. Stops before a block that is known already, or
-        all zero, which marks a dead row."""
+    def append_chain(self, parent: int, blocks: tuple[bytes, ...], set_id: int = 0, stored_s: float = 0.0) -> list[int]:
+        """Creates the rows of a chain below `parent`, with this holder set and time, and returns them. Stops before a
+        block that is known already, or all zero, which marks a dead row."""
         young = self._young
-        if self._num_old or not young.keys().isdisjoint(blocks):
+        if self._num_old:
             blocks = self._new_part(blocks)
-        num_blocks = len(blocks)
-        self._reserve(num_blocks)
-        num_young = len(young)
-        made = self._take_rows(num_blocks)
-        young.update(zip(blocks, made, strict=True))
-        if len(young) != num_young + num_blocks:  # a block twice in one chain
-            distinct = list(dict.fromkeys(blocks))
-            num_blocks = next(k for k, block in enumerate(blocks) if k == len(distinct) or block != distinct[k])
-            self._free.extend(made[num_blocks:][::-1])
-            made, blocks = made[:num_blocks], blocks[:num_blocks]
-            for block in distinct[num_blocks:]:
-                del young[block]
-            young.update(zip(blocks, made, strict=True))
+        self._reserve(len(blocks))
+        made = self._take_rows(len(blocks))
+        found = list(map(young.setdefault, blocks, made))
+        if found != made:
+            end = next(k for k, row in enumerate(found) if row != made[k])
+            for block, row, had in zip(blocks[end:], made[end:], found[end:], strict=True):
+                if row == had:
+                    del young[block]
+            self._free.extend(reversed(made[end:]))
+            made, blocks = made[:end], blocks[:end]
         if not made:
             return made
         sibling = self.first_child.cells[parent]
         if sibling:
             self.next_sibling.cells[made[0]] = sibling
             self.previous_sibling.cells[sibling] = made[0]
-        self._write_chain(parent, blocks, made)
-        self.num_nodes += num_blocks
-        if len(young) > _MAX_YOUNG:
+        self._write_chain(parent, blocks, made, set_id, stored_s)
+        self.num_nodes += len(made)
+        if len(young) > self.max_young:
             self._age()
         return made
 
@@ -201,11 +202,11 @@ class NodeTable:
             return blocks[: next(position for position, row in enumerate(rows) if row)]
         return blocks[: blocks.index(_ZERO_HASH)] if _ZERO_HASH in blocks else blocks
 
-    def _take_rows(self, num_rows: int) -> "array[int]":
+    def _take_rows(self, num_rows: int) -> list[int]:
         """Blank rows, the last freed first, so that a path that leaves and comes back has consecutive ones."""
         free = self._free
         num_reused = min(num_rows, len(free))
-        rows = free[len(free) - num_reused :]
+        rows = free[len(free) - num_reused :].tolist()
         del free[len(free) - num_reused :]
         rows.reverse()
         if num_reused < num_rows:
@@ -213,26 +214,32 @@ class NodeTable:
             self.end += num_rows - num_reused
         return rows
 
-    def _write_chain(self, parent: int, blocks: tuple[bytes, ...], rows: "array[int]") -> None:
-        """Writes hash, depth and links of the rows of a chain."""
+    def _write_chain(
+        self, parent: int, blocks: tuple[bytes, ...], rows: list[int], set_id: int, stored_s: float
+    ) -> None:
+        """Writes hash, depth, links, holder set and time of the rows of a chain."""
         depth = self.depth.cells[parent]
         if len(rows) < _SHORT_CHAIN_BLOCKS:
             parents, depths, first_child = self.parent.cells, self.depth.cells, self.first_child.cells
-            hash_bytes = self.hash_bytes
+            hash_bytes, holder_set, stored = self.hash_bytes, self.holder_set.cells, self.stored_s.cells
             for block, node in zip(blocks, rows, strict=True):
                 depth += 1
                 hash_bytes[HASH_BYTES * node : HASH_BYTES * node + HASH_BYTES] = block
                 depths[node] = depth
                 parents[node] = parent
                 first_child[parent] = node
+                holder_set[node] = set_id
+                stored[node] = stored_s
                 parent = node
             return
-        places = np.frombuffer(rows, dtype=np.int32)
+        places = np.array(rows, dtype=np.int32)
         self.words.values.reshape(-1, 2)[places] = np.frombuffer(b"".join(blocks), dtype=np.uint64).reshape(-1, 2)
         self.depth.values[places] = np.arange(depth + 1, depth + 1 + len(rows))
         above = np.concatenate(((parent,), places[:-1]))
         self.parent.values[places] = above
         self.first_child.values[above] = places
+        self.holder_set.values[places] = set_id
+        self.stored_s.values[places] = stored_s
 
     def find_all(self, blocks: Sequence[bytes]) -> list[int]:
         """The row of every block, ROOT where there is none. Fastest for paths from the deepest block up."""
@@ -283,10 +290,12 @@ class NodeTable:
                 sibling, previous = next_sibling[node], previous_sibling[node]
                 if previous:
                     next_sibling[previous] = sibling
+                    previous_sibling[node] = 0
                 else:
                     first_child[parent] = sibling
                 if sibling:
                     previous_sibling[sibling] = previous
+                    next_sibling[node] = 0
                 depths[node] = 0
                 dead.append(node)
                 node = parent
@@ -294,7 +303,7 @@ class NodeTable:
             self._blank(dead)
 
     def _blank(self, dead: "array[int]") -> None:
-        """Forgets the hashes of rows that hang in the tree no more, clears them and puts them on the free list."""
+        """Forgets hash and demand of rows that hang in the tree no more and puts them on the free list."""
         places = np.frombuffer(dead, dtype=np.int32)
         words = self.words.values.reshape(-1, 2)
         hashes = words[places].tobytes()
@@ -307,7 +316,8 @@ class NodeTable:
         if old:
             self._forget_old(old)
         words[places] = 0
-        self._cells[:, places] = 0
+        if self.has_demand:
+            self._cells[7:, places] = 0
         self._free.extend(dead)
         self.num_nodes -= len(dead)
 
@@ -388,7 +398,8 @@ class NodeTable:
         if len(set(self._free)) != len(self._free):
             raise InvariantError("a row is free twice")
         for node in self._free:
-            if any(column.cells[node] for column in self._columns) or self.hash_of(node) != bytes(HASH_BYTES):
+            left = [column.cells[node] for column in self._columns if column not in (self.parent, self.stored_s)]
+            if any(left) or self.hash_of(node) != _ZERO_HASH:
                 raise InvariantError(f"free row {node} is not blank")
         reached = 0
         stack = [ROOT]

@@ -257,16 +257,16 @@ class PrefixIndex:
             return
         path = trie.nodes.walk(blocks, row)
         num_known = len(path)
-        if num_known < len(blocks):
-            unknown = blocks[num_known:] if num_known else blocks
-            if self._parked:
-                above = blocks[num_known - 1] if num_known else parent
-                unknown = self._consistent_with_parked(above, unknown)
-            path.extend(trie.nodes.append_chain(path[-1] if path else row, unknown))
-            self.counts["rejected"] += len(blocks) - len(path)
         trie.hold(view.slot, row, path, stored_s)
+        if num_known == len(blocks):
+            return
+        unknown = blocks[num_known:] if num_known else blocks
         if self._parked:
-            for block in blocks[num_known : len(path)]:
+            unknown = self._consistent_with_parked(blocks[num_known - 1] if num_known else parent, unknown)
+        num_made = len(trie.extend(view.slot, path[-1] if path else row, unknown, stored_s))
+        self.counts["rejected"] += len(blocks) - num_known - num_made
+        if self._parked:
+            for block in blocks[num_known : num_known + num_made]:
                 self._attach_below(block, stored_s)
 
     def _consistent_with_parked(self, parent: bytes | None, blocks: tuple[bytes, ...]) -> tuple[bytes, ...]:
@@ -355,8 +355,12 @@ class PrefixIndex:
         self._require_valid(match)
         slot = self._view(worker_id).slot
         start = int(match.reusable_blocks[slot])
+        # Sets of replicas shrink along a path, so that further on the worker can only have stranded blocks.
+        if not self._trie.num_stranded[slot]:
+            return list(range(start, match.num_blocks))
+        stranded = self._trie.stranded
         rows = match.nodes[start:].tolist()
-        return [start + k for k, row in enumerate(rows) if not self._trie.resident_mask(row) >> slot & 1]
+        return [start + k for k, row in enumerate(rows) if not stranded.get(row, 0) >> slot & 1]
 
     def record_access(self, hashes: Sequence[bytes], degree: int) -> None:
         """Algorithm 1, line 1: one use, at this degree, of the blocks really reused (a chain from the root)."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vertumnus.core.index.holder_sets import HolderSets, slot_array
+from vertumnus.core.index.holder_sets import EMPTY_SET, HolderSets, slot_array
 from vertumnus.core.index.nodes import Column, NodeTable
 from vertumnus.errors import InvariantError
 
@@ -83,11 +83,33 @@ class Trie:
         self.resident_blocks[slot] += num_added
         self.version += 1
         if self.num_stranded[slot]:
+            stranded = self.stranded
             for node in path:
-                if self._unstrand(node, slot):
+                if node in stranded and self._unstrand(node, slot):
                     self.resident_blocks[slot] -= 1
+            first_child, next_sibling = self.nodes.first_child.cells, self.nodes.next_sibling.cells
             for node in path:
-                self._promote_children(node, slot)
+                child = first_child[node]
+                while child:
+                    if child in stranded:
+                        self._promote_children(node, slot)
+                        break
+                    child = next_sibling[child]
+
+    def extend(self, slot: int, parent: int, blocks: tuple[bytes, ...], stored_s: float) -> list[int]:
+        """The slot now has a chain below `parent` that is in no row yet; its rows (see `NodeTable.append_chain`)."""
+        if not self.is_replica(parent, slot):
+            rows = self.nodes.append_chain(parent, blocks)
+            self._strand(slot, rows, stored_s)
+            return rows
+        set_id = self.sets.intern(1 << slot)
+        rows = self.nodes.append_chain(parent, blocks, set_id, stored_s)
+        self.sets.move(EMPTY_SET, set_id, len(rows))
+        if not rows:
+            self.sets.move(set_id, EMPTY_SET, 0)  # dies again, unless others refer to it
+        self.resident_blocks[slot] += len(rows)
+        self.version += 1
+        return rows
 
     def drop(self, slot: int, rows: Sequence[int]) -> int:
         """The slot no longer has these rows; returns how many of them it had. Longer prefixes there become stranded."""
@@ -249,12 +271,15 @@ class Trie:
     def replica_blocks(
         self, starts: Sequence[int], ids: Sequence[int], num_blocks: int, num_slots: int
     ) -> NDArray[np.int32]:
-        """Per slot, how long a prefix of a path (given as `set_runs`) it holds completely."""
-        blocks = np.zeros(num_slots, dtype=np.int32)
+        """Per slot, how long a prefix of a path (given as `set_runs`) it holds completely.
+
+        At least `num_slots` long; longer where a slot beyond holds something (a scan may know fewer than there are).
+        """
         if not ids:
-            return blocks
+            return np.zeros(num_slots, dtype=np.int32)
         masks = self.sets.masks
-        # Sets shrink along a path: whoever holds a later stretch is written again.
+        # Sets shrink along a path: the first has all slots, and whoever holds a later stretch is written again.
+        blocks = np.zeros(max(num_slots, masks[ids[0]].bit_length()), dtype=np.int32)
         for end, set_id in zip([*starts[1:], num_blocks], ids, strict=True):
             mask = masks[set_id]
             if mask:
@@ -265,10 +290,12 @@ class Trie:
 
     def add_access(self, path: "array[int]", degree_index: int) -> None:
         """One more use of every row of a path at a degree."""
+        self.nodes.has_demand = True
         _add(self.nodes.access[degree_index], path, 1.0 / self.access_scale[degree_index])
 
     def add_missed(self, path: NDArray[np.int32], degree_index: int, benefit_s: NDArray[np.float64]) -> None:
         """So many seconds, per row, that a replica at this degree would have saved."""
+        self.nodes.has_demand = True
         column = self.nodes.missed[degree_index].values
         column[path] += benefit_s / self.missed_scale[degree_index]
 
