@@ -11,6 +11,7 @@ Every figure is a mean over seeds (`--seeds`), which spread the trace's coarse s
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ FIXED = {
 }
 
 
-def placement_cells() -> list[Cell]:
+def placement_cells(policies: Sequence[str]) -> list[Cell]:
     alone = replace(BASE, is_fixed=True, has_replication=False)
     return [
         Cell(
@@ -42,7 +43,7 @@ def placement_cells() -> list[Cell]:
         )
         for discipline in Discipline
         for composition, rate_per_s in PLACEMENT_CASES
-        for policy in POLICIES
+        for policy in policies
     ]
 
 
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("experiment", choices=("placement", "adaptation", "cache"))
     parser.add_argument("trace", nargs="?", help="Mooncake conversation trace (not for `cache`)")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--policies", default=",".join(POLICIES), help="for `placement`")
     options = parser.parse_args()
     if options.experiment == "cache":
         traces = [synthesise("toolagent", seed=seed) for seed in range(options.seeds)]
@@ -95,7 +97,7 @@ def main() -> None:
             traces = [trace.repeated(3) for trace in traces]
             cells = adaptation_cells(traces[0])
         else:
-            cells = placement_cells()
+            cells = placement_cells(options.policies.split(","))
     results = run_cells(cells, traces, load_profile(), jobs=os.cpu_count() or 1)
     rows = []
     for result in results:

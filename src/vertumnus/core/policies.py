@@ -52,10 +52,11 @@ class CacheFirst:
 
 
 class LengthThreshold:
-    """Long requests to the largest degree, the others to the smaller ones, each to the least loaded worker there.
+    """Long requests to the large degrees, the others to the small ones, each to the least loaded worker there.
 
-    The rule of thumb of length-specialised pools (the paper's length-based baseline); with one degree only it is
-    least loaded.
+    The rule of thumb of length-specialised pools (the paper's length-based baseline). Large are the degrees above the
+    cut that comes nearest to halving the GPUs, since long requests make up about half of the work; with one degree
+    only it is least loaded.
     """
 
     name = "length"
@@ -68,10 +69,13 @@ class LengthThreshold:
         return choose(view, cost, "least outstanding seconds in its length class")
 
     def _eligible(self, view: PlacementView) -> NDArray[np.bool_]:
-        is_largest: NDArray[np.bool_] = view.degrees == view.degrees.max()
-        if view.input_tokens > self._long_tokens or is_largest.all():
-            return is_largest
-        return ~is_largest
+        degrees = np.unique(view.degrees)
+        if degrees.size == 1:
+            return np.ones(view.degrees.size, dtype=bool)
+        num_gpus = view.degrees.sum()
+        cuts = [(abs(view.degrees[view.degrees > cut].sum() / num_gpus - 0.5), cut) for cut in degrees[:-1].tolist()]
+        is_large: NDArray[np.bool_] = view.degrees > min(cuts)[1]
+        return is_large if view.input_tokens > self._long_tokens else ~is_large
 
 
 class LengthThresholdWithCache(LengthThreshold):

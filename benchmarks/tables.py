@@ -1,0 +1,107 @@
+"""Prints the tables of docs/results.md from the records in benchmarks/results/.
+
+python benchmarks/tables.py placement|adaptation|cache|speed
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def load(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    return rows
+
+
+def table(headings: list[str], rows: list[list[str]]) -> None:
+    print("| " + " | ".join(headings) + " |")
+    print("|" + " --- |" * len(headings))
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def placement() -> None:
+    """One table per queue: policies down, compositions across, mean TTFT in seconds / attainment."""
+    rows = load("quality-placement")
+    for queue in ("fifo", "shortest"):
+        cells = {(row["policy"], case(row)): row for row in rows if row["queue"] == queue}
+        cases = list(dict.fromkeys(each for _, each in cells))
+        policies = list(dict.fromkeys(policy for policy, _ in cells))
+        lines = [
+            [policy, *(f"{cells[policy, each]['mean_ttft_s']:.2f} / {percent(cells[policy, each])}" for each in cases)]
+            for policy in policies
+        ]
+        table([f"{queue}: mean TTFT s / attainment", *cases], lines)
+
+
+def adaptation() -> None:
+    rows = load("quality-adaptation")
+    lines = [
+        [
+            f"{row['rate_per_s']:.0f}",
+            row["label"],
+            f"{row['mean_ttft_s']:.3f}",
+            f"{row['p99_ttft_s']:.1f}",
+            percent(row),
+            f"{row['num_splits'] + row['num_merges']:.0f}",
+        ]
+        for row in rows
+    ]
+    table(["req/s", "pool", "mean TTFT s", "P99 s", "attainment", "splits + merges"], lines)
+
+
+def cache() -> None:
+    rows = load("quality-cache")
+    lines = [
+        [
+            case(row),
+            row["label"],
+            f"{row['mean_ttft_s']:.3f}",
+            f"{row['p90_ttft_s']:.2f}",
+            f"{row['token_hit_ratio']:.3f}",
+            f"{row['num_replications']:.0f}",
+            f"{row['num_pulls']:.0f}",
+        ]
+        for row in rows
+    ]
+    table(["composition @ req/s", "variant", "mean TTFT s", "P90 s", "token hit", "replicas", "pulls"], lines)
+
+
+def speed() -> None:
+    lines = [
+        [
+            str(row["num_workers"]),
+            f"{row['prompt_tokens'] // 1024}K",
+            f"{row['cached_ratio']:.0%}",
+            f"{1000 * row['p50_s']:.2f}",
+            f"{1000 * row['p99_s']:.2f}",
+        ]
+        for row in load("bench-placement")
+    ]
+    table(["workers", "prompt", "cached", "p50 ms", "p99 ms"], lines)
+    for row in [*load("bench-trie"), *load("bench-sim")]:
+        print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+
+
+def case(row: dict[str, Any]) -> str:
+    return f"`{row['composition']}` @ {row['rate_per_s']:.0f}"
+
+
+def percent(row: dict[str, Any]) -> str:
+    return f"{row['slo_attainment_ratio']:.1%}"
+
+
+TABLES: dict[str, Callable[[], None]] = {
+    "placement": placement,
+    "adaptation": adaptation,
+    "cache": cache,
+    "speed": speed,
+}
+
+if __name__ == "__main__":
+    TABLES[sys.argv[1]]()
