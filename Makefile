@@ -20,7 +20,7 @@ help:
 	@echo "make test             the tests (make test ARGS='-k profile' for some of them)"
 	@echo "make check            format, lint, types and tests: what CI runs"
 	@echo "make format           formats the code and mends what the linter can mend"
-	@echo "make bench            the benchmarks, into benchmarks/ (JSON)"
+	@echo "make bench            the benchmarks, into benchmarks/results/ (JSON)"
 	@echo "make lock             pins the newest development packages (needs uv)"
 	@echo "make clean            removes $(VENV), $(OUT)/ and caches"
 
@@ -47,11 +47,12 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+
 bench: $(READY)
-	@mkdir -p benchmarks
+	@mkdir -p benchmarks/results
 	@for what in placement trie sim; do \
-	    $(BIN)/vertumnus bench $$what --json > benchmarks/.$$what.json && \
-	    mv benchmarks/.$$what.json benchmarks/$$what.json || exit 1; \
+	    $(BIN)/vertumnus bench $$what --json > benchmarks/results/.$$what.json && \
+	    mv benchmarks/results/.$$what.json benchmarks/results/bench-$$what.json || exit 1; \
 	done
 
 lock:

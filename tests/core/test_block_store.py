@@ -197,6 +197,19 @@ def test_merging_frees_one_of_two_copies_of_a_block(left_paths, right_paths):
     assert union.num_resident == len(expected)
 
 
+def test_after_a_merge_a_block_is_never_older_than_one_that_extends_it():
+    path = [number.to_bytes(16, "big") for number in range(1, 7)]
+    store = BlockStore((0, 1), 6)
+    store.finish(store.allocate(path, 0), len(path))
+    head, tail = store.regroup(((0,), (1,)))
+    for number in range(20, 23):  # the tail's store is used on, so that its blocks look young beside the head's
+        other = [number.to_bytes(16, "big")]
+        head.finish(head.allocate(other, 0), 1)
+    order = list(BlockStore.merged([head, tail]).blocks())
+    places = [order.index(block) for block in path]
+    assert places == sorted(places, reverse=True)
+
+
 def test_a_store_in_use_is_neither_split_nor_merged():
     store = BlockStore((0, 1), 4)
     store.allocate(chain("a"), 0)

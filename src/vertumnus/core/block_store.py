@@ -210,7 +210,7 @@ class BlockStore:
         """The union of several stores. Of a block held twice, one copy is freed at once; recencies are interleaved.
 
         The stores share no clock, so their LRU orders are merged by relative position: the oldest tenth of the union
-        is made of the oldest tenth of each.
+        is made of the oldest tenth of each, but for blocks that another store's blocks extend: those stay younger.
         """
         if any(store._pins or store._num_allocated for store in stores):
             raise InvariantError("a store with blocks in use cannot be merged")
@@ -230,6 +230,11 @@ class BlockStore:
             if block in union._resident:
                 union._release([union._resident.pop(block)[0]])
             union._resident[block] = stores[index]._resident[block]
+            # What it extends may have come from another store: it stays the more recent.
+            above = union._resident[block][1]
+            while above is not None and above in union._resident:
+                union._resident.move_to_end(above)
+                above = union._resident[above][1]
         return union
 
     def check_invariants(self) -> None:
