@@ -231,10 +231,7 @@ class BlockStore:
                 union._release([union._resident.pop(block)[0]])
             union._resident[block] = stores[index]._resident[block]
             # What it extends may have come from another store: it stays the more recent.
-            above = union._resident[block][1]
-            while above is not None and above in union._resident:
-                union._resident.move_to_end(above)
-                above = union._resident[above][1]
+            union.touch(union._path_to(union._resident[block][1]))
         return union
 
     def check_invariants(self) -> None:
