@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("trace", nargs="?", help="Mooncake conversation trace (not for `cache`)")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--policies", default=",".join(POLICIES), help="for `placement`")
+    parser.add_argument("--label", default="", help="only the cells whose label begins so")
     options = parser.parse_args()
     if options.experiment == "cache":
         traces = [synthesise("toolagent", seed=seed) for seed in range(options.seeds)]
@@ -98,6 +99,7 @@ def main() -> None:
             cells = adaptation_cells(traces[0])
         else:
             cells = placement_cells(options.policies.split(","))
+    cells = [cell for cell in cells if cell.label.startswith(options.label)]
     results = run_cells(cells, traces, load_profile(), jobs=os.cpu_count() or 1)
     rows = []
     for result in results:

@@ -133,6 +133,18 @@ def test_memory_is_bounded_under_the_same_traffic():
     assert len(controller._counts) == len(controller._ttft_sums_s) <= 12
 
 
+def test_a_backlog_that_stays_makes_dropped_compositions_candidates_again():
+    """Followed are a few compositions only; when they leave a backlog, one that was dropped is found."""
+    controller = LookaheadController(COST, LookaheadSettings(max_shadows=2))
+    path = drive(controller, "2x8", equal_windows(12, 30, [20_000]))
+    settled = path[-1]
+    waiting = arrivals(0.0, [0.0] * 400, [4_000] * 400)
+    behind = PoolState(layout=lay_out(settled, TWO_NODES), topology=TWO_NODES, degrees=(1, 2, 4, 8), queued=waiting)
+    proposal = controller.observe(equal_windows(13, 30, [20_000])[12], behind)
+    assert proposal is not None
+    assert proposal.target.num_workers > settled.num_workers
+
+
 def test_nothing_is_proposed_without_traffic_or_during_a_transition():
     controller = LookaheadController(COST)
     assert controller.observe(window(0, arrivals(0, [], [])), state(Composition.parse("2x8"))) is None

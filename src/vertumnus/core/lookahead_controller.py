@@ -48,12 +48,14 @@ class LookaheadSettings:
     """Windows that are compared with all before them, beside the last one alone, to see a slower change."""
     max_shadows: int = 24
     """Compositions followed once the first window has ranked them all."""
+    backlog_windows: int = 6
+    """Windows after which a pool with a backlog looks at all compositions again: those followed may all be too slow."""
 
     def __post_init__(self) -> None:
         for name in ("min_gain_ratio", "urgent_gain_ratio"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: above 0 and below 1")
-        for name in ("min_windows", "recent_windows", "max_shadows"):
+        for name in ("min_windows", "recent_windows", "max_shadows", "backlog_windows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 1 or more")
         for name in ("gain_sigmas", "half_life_windows", "change_sigmas"):
@@ -99,8 +101,10 @@ class LookaheadController:
         is_known = self._shadows is not None and current in self._shadows.compositions
         if has_changed:
             self._entered.clear()
-        # An unknown composition is one that was dropped, passed through on the way: no news of the traffic.
-        if has_changed or not is_known:
+        is_behind = len(state.queued) > 2 * current.num_workers and len(self._counts) >= self.settings.backlog_windows
+        # An unknown composition is one that was dropped, passed through on the way; a backlog means that the first
+        # window ranked too little. Neither is news of the traffic, so what was entered before still counts.
+        if has_changed or not is_known or is_behind:
             self._start_anew(state)
             arrivals = _with_queued(state.queued, arrivals)
         if len(arrivals) == 0 or self._shadows is None:
