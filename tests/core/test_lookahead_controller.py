@@ -11,7 +11,7 @@ from vertumnus.core.composition import Composition, Topology, compositions, lay_
 from vertumnus.core.controller import Arrivals, PoolState, Window
 from vertumnus.core.lookahead_controller import LookaheadController, LookaheadSettings
 from vertumnus.core.profile import load_profile
-from vertumnus.core.rollout import Shadows, finish, rollout_ttft_s
+from vertumnus.core.rollout import Shadows, finish
 from vertumnus.core.search_space import searchable_compositions
 from vertumnus.errors import ConfigError
 
@@ -175,7 +175,7 @@ def test_a_large_pool_that_lost_ranks_is_searched_among_what_fits():
 def test_a_shadow_is_the_fifo_recursion_over_the_cheapest_worker():
     composition = Composition.parse("2x1,1x2")
     arrived = arrivals(0.0, [0.1] * 40, [3_000, 9_000, 30_000, 500] * 10)
-    got = finish(rollout_ttft_s([composition], arrived, COST, beta=2.0, lambda_=0.3))[:, 0]
+    got = finish(Shadows([composition], COST, beta=2.0, lambda_=0.3).replay(arrived))[:, 0]
     free_s, degrees = [0.0, 0.0, 0.0], [1, 1, 2]
     for index in range(40):
         prefix = arrived.prefix_tokens[index]

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vertumnus.core.cost import FloatArray
+from vertumnus.core.long_threshold import DEFAULT_LONG_TOKENS
 from vertumnus.core.placement import PaperPolicy, Placement, PlacementPolicy, PlacementView, VertumnusPolicy, choose
 from vertumnus.errors import ConfigError
 
@@ -61,7 +62,7 @@ class LengthThreshold:
 
     name = "length"
 
-    def __init__(self, long_tokens: int = 32_768) -> None:
+    def __init__(self, long_tokens: int = DEFAULT_LONG_TOKENS) -> None:
         self._long_tokens = long_tokens
 
     def place(self, view: PlacementView) -> Placement:

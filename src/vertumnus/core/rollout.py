@@ -82,10 +82,3 @@ def finish(replay: Generator[None, None, FloatArray]) -> FloatArray:
         except StopIteration as finished:
             ttft_s: FloatArray = finished.value
             return ttft_s
-
-
-def rollout_ttft_s(
-    compositions: Sequence[Composition], arrivals: Arrivals, cost_model: CostModel, *, beta: float, lambda_: float
-) -> Generator[None, None, FloatArray]:
-    """As `Shadows.replay`, for compositions that all start empty."""
-    return Shadows(compositions, cost_model, beta=beta, lambda_=lambda_).replay(arrivals)

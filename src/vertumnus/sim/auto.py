@@ -13,9 +13,8 @@ import numpy as np
 from vertumnus.core.capacity import LengthMix
 from vertumnus.core.composition import Composition, Topology, initial_composition
 from vertumnus.core.controller import Arrivals
-from vertumnus.core.cost import FloatArray
 from vertumnus.core.profile import Profile
-from vertumnus.core.rollout import rollout_ttft_s
+from vertumnus.core.rollout import Shadows, finish
 from vertumnus.core.search_space import searchable_compositions
 from vertumnus.errors import ConfigError
 from vertumnus.sim.metrics import Slo
@@ -27,8 +26,6 @@ ROLLOUT_REQUESTS = 12_000
 
 SHORTLIST_REQUESTS, SHORTLIST_COMPOSITIONS = 2_000, 40
 """Arrivals that choose a shortlist, and its length."""
-
-ROLLOUT_BETA, ROLLOUT_LAMBDA = 2.0, 0.3
 
 
 def history(trace: Trace, blocks_per_rank: int, node_gpus: int) -> Arrivals:
@@ -93,13 +90,8 @@ def by_rollout(
 
 def _ranked(choices: Sequence[Composition], arrivals: Arrivals, profile: Profile) -> tuple[list[int], list[float]]:
     """(rows of the compositions, best first; predicted mean TTFT by row)."""
-    steps = rollout_ttft_s(choices, arrivals, profile.cost_model(), beta=ROLLOUT_BETA, lambda_=ROLLOUT_LAMBDA)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            mean_s: FloatArray = end.value.mean(axis=0)
-            return np.argsort(mean_s, kind="stable").tolist(), mean_s.tolist()
+    mean_s = finish(Shadows(choices, profile.cost_model()).replay(arrivals)).mean(axis=0)
+    return np.argsort(mean_s, kind="stable").tolist(), mean_s.tolist()
 
 
 def part_of(arrivals: Arrivals, start: int, end: int) -> Arrivals:
