@@ -80,7 +80,7 @@ class _Member:
 
     def _allgather_base(self, received: Tensor, sent: Tensor) -> _Work:
         def read(posted: Sequence[Tensor]) -> None:
-            received.copy_(torch.stack(list(posted)))
+            received.copy_(torch.cat(list(posted)))
 
         return self._start(sent, read)
 

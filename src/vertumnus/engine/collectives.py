@@ -54,7 +54,9 @@ class GroupLink:
             return _Here(tensor.unsqueeze(0))
         sent = self._outgoing(tensor)
         received = torch.empty((self.degree, *tensor.shape), dtype=sent.dtype, device=sent.device)
-        return self._start(lambda: self._group._allgather_base(received, sent), received, sent, tensor.device)
+        return self._start(
+            lambda: self._group._allgather_base(received.view(-1), sent.view(-1)), received, sent, tensor.device
+        )
 
     def all_to_all(self, tensor: Tensor) -> Pending:
         """[degree, *shape], entry j for member j -> [degree, *shape], entry j from member j."""

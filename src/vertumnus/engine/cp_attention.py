@@ -204,26 +204,25 @@ class DecodeAttention:
         self._stages = stages
         self._scale = scale
         tables = [[slot for _, slot in planned.request.blocks] for planned in plan.requests]
-        longest = max(len(table) for table in tables)
-        # Shorter rows are padded with any block; what is read beyond a row's length is wiped, as no weight, not even
-        # zero, makes up for a NaN that an earlier owner may have left.
-        padded = [table + table[-1:] * (longest - len(table)) for table in tables]
-        self._slots = torch.tensor(padded, dtype=torch.int64, device=store.device).flatten()
-        lengths = [planned.request.num_tokens for planned in plan.requests]
-        self._lengths = torch.tensor(lengths, device=store.device)
-        positions = torch.arange(longest * store.block_tokens, device=store.device)
-        self._beyond = (positions >= self._lengths[:, None]).flatten().nonzero()[:, 0]
+        self._slots = torch.tensor(sum(tables, []), dtype=torch.int64, device=store.device)
+        self._spans: list[tuple[int, int]] = []
+        start = 0
+        for planned, table in zip(plan.requests, tables, strict=True):
+            self._spans.append((start, start + planned.request.num_tokens))
+            start += len(table) * store.block_tokens
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         """As `CpAttention.attend`: the new keys are stored first, then each row reads all of its own."""
         plan, store = self._plan, self._store
         with self._stages.measure("gather"):
             store.write(layer, plan.written_slots, plan.written_offsets, torch.stack((k_TKD, v_TKD), 1))
-            blocks = store.read(layer, self._slots)
-            kv_TS2KD = blocks.flatten(0, 1).index_fill_(0, self._beyond, 0)
-            kv_TS2KD = kv_TS2KD.view(plan.num_local, -1, *blocks.shape[2:])
+            kv_S2KD = store.read(layer, self._slots).flatten(0, 1)
         with self._stages.measure("attention"):
-            return self._kernel.attend_rows(q_THD, kv_TS2KD, self._lengths, scale=self._scale)
+            out_THD = torch.empty_like(q_THD)
+            for row, (start, end) in enumerate(self._spans):
+                k, v = kv_S2KD[start:end, 0], kv_S2KD[start:end, 1]
+                out_THD[row] = self._kernel.attend(q_THD[row : row + 1], k, v, is_causal=False, scale=self._scale).out
+            return out_THD
 
 
 def _padded(rows: Tensor, num_rows: int) -> Tensor:

@@ -25,33 +25,19 @@ class AttentionKernel(Protocol):
         """Attention of T queries over S >= 1 keys; if causal, T equals S and query i sees the keys 0..i."""
         ...
 
-    def attend_rows(self, q_NHD: Tensor, kv_NS2KD: Tensor, lengths_N: Tensor, *, scale: float) -> Tensor:
-        """One query per row over the first `lengths` keys of the row's own S (at least one): [N, H, D]."""
-        ...
-
 
 class CpuFlash:
     """PyTorch's flash attention for CPUs (float32, bfloat16, float16); memory grows linearly with T and S."""
 
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, is_causal: bool, scale: float) -> Partial:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(q_THD), _heads_first(k_SKD), _heads_first(v_SKD), 0.0, is_causal, scale=scale
-        )
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        k, v = _heads_first(k_SKD), _heads_first(v_SKD)
+        if q_THD.shape[0] == 1:
+            # The heads that share a key head stand as one run of queries, so that each key is read once for all.
+            out, lse = flash(q_THD.view(1, k_SKD.shape[1], -1, q_THD.shape[2]), k, v, 0.0, False, scale=scale)
+            return Partial(out.reshape(q_THD.shape), lse.reshape(1, -1))
+        out, lse = flash(_heads_first(q_THD), k, v, 0.0, is_causal, scale=scale)
         return Partial(out[0].transpose(0, 1), lse[0].transpose(0, 1))
-
-    def attend_rows(self, q_NHD: Tensor, kv_NS2KD: Tensor, lengths_N: Tensor, *, scale: float) -> Tensor:
-        num_rows, num_heads, head_dim = q_NHD.shape
-        num_keys, num_kv_heads = kv_NS2KD.shape[1], kv_NS2KD.shape[3]
-        # The queries that share a key head stand as one run of queries: each key is read once for all of them.
-        q_NKGD = q_NHD.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        k, v = kv_NS2KD[:, :, 0].transpose(1, 2), kv_NS2KD[:, :, 1].transpose(1, 2)
-        is_hidden = torch.arange(num_keys, device=q_NHD.device) >= lengths_N[:, None]
-        mask = torch.zeros(is_hidden.shape, dtype=q_NHD.dtype, device=q_NHD.device)
-        mask.masked_fill_(is_hidden, float("-inf"))
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_NKGD, k, v, 0.0, False, attn_mask=mask[:, None, None, :].expand(-1, -1, q_NKGD.shape[2], -1), scale=scale
-        )[0]
-        return out.reshape(num_rows, num_heads, head_dim)
 
 
 class CudaFlash:
@@ -70,18 +56,6 @@ class CudaFlash:
         else:
             out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
         return Partial(out[0].transpose(0, 1), lse[0, :, :num_queries].transpose(0, 1).float())
-
-    def attend_rows(self, q_NHD: Tensor, kv_NS2KD: Tensor, lengths_N: Tensor, *, scale: float) -> Tensor:
-        is_seen = torch.arange(kv_NS2KD.shape[1], device=q_NHD.device) < lengths_N[:, None]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q_NHD[:, :, None],
-            kv_NS2KD[:, :, 0].transpose(1, 2),
-            kv_NS2KD[:, :, 1].transpose(1, 2),
-            attn_mask=is_seen[:, None, None, :],
-            scale=scale,
-            enable_gqa=True,
-        )
-        return out[:, :, 0]
 
 
 def kernel_for(device: torch.device) -> AttentionKernel:
