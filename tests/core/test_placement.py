@@ -124,6 +124,27 @@ def test_the_price_follows_scarcity():
     assert (ours.place(idle).worker_id, ours.place(full).worker_id) == (1, 0)
 
 
+def test_a_full_pool_charges_what_is_computed_though_a_candidate_holds_it():
+    """mu times the smallest degree's GPU seconds beyond the best prefix; nothing in an idle pool."""
+    columns = {"degrees": (2, 4), "reusable_tokens": (16_000, 0), "input_tokens": 20_000, "cost_model": MODEL}
+    full = VertumnusPolicy(mu=4.0).place(view(num_outstanding=(2, 2), **columns))
+    excess = 2 * (MODEL.prefill_s(20_000, 0, 2) - MODEL.prefill_s(4_000, 16_000, 2))
+    np.testing.assert_allclose(full.terms["miss"], [0.0, 4.0 * excess])
+    np.testing.assert_allclose(sum(full.terms.values()), full.cost)
+    assert VertumnusPolicy(mu=4.0).place(view(num_outstanding=(1, 1), **columns)).terms["miss"].tolist() == [0, 0]
+
+
+def test_a_waiting_request_that_an_idle_worker_could_take_makes_nothing_scarce():
+    columns = {"degrees": (1, 8), "input_tokens": 20_000}
+    stranded = VertumnusPolicy().place(view(num_outstanding=(2, 0), **columns))
+    assert stranded.terms["gpu_time"].tolist() == [0, 0]
+
+
+def test_a_negative_mu_is_refused():
+    with pytest.raises(ConfigError, match=r"mu is .*accepted: a number >= 0"):
+        VertumnusPolicy(mu=-1.0)
+
+
 def test_half_the_waiting_halves_the_weights_beyond_one():
     half = view(input_tokens=20_000, degrees=(1, 8), num_outstanding=(2, 1))
     assert np.allclose(VertumnusPolicy(3.0, 1.0).place(half).cost, PaperPolicy(2.0, 0.5).place(half).cost)

@@ -163,41 +163,45 @@ class PaperPolicy:
 
 @dataclass(frozen=True, slots=True)
 class VertumnusPolicy:
-    """The paper's placement cost at a price that follows scarcity.
+    """The paper's placement cost, with a price of needless recomputing, at weights that follow scarcity.
 
-    J as in `PaperPolicy`, but a request only takes something from others while others wait. With x the number of
-    waiting requests per worker, at most 1, the weights are 1 + (beta - 1)*x and lambda*x: an idle pool serves every
-    request as fast as it can, a full one as cheaply as it can.
+    J = q + beta*s + lambda*(C*s - C_min*E_Cmin(R, P)) + mu*C_min*(E_Cmin(R, P) - E_Cmin(R*, P*)). The fourth term is
+    the GPU time that the smallest degree would take beyond what it would with the best prefix (R*, P*) of any
+    candidate; the third compares each candidate with its own prefix and thus leaves a miss free.
+
+    A request only takes something from others while others wait that no idle worker could take. With x the number
+    of such requests per worker, at most 1, the weights are 1 + (beta - 1)*x, lambda*x and mu*x: an idle pool serves
+    every request as fast as it can, a full one as cheaply as it can.
     """
 
     beta: float = 3.0
-    lambda_: float = 0.5
+    lambda_: float = 0.3
+    mu: float = 4.0
     name: str = "vertumnus"
 
     def __post_init__(self) -> None:
         PaperPolicy(self.beta, self.lambda_)
+        if not 0 <= self.mu < np.inf:
+            raise ConfigError(f"mu is {self.mu!r}; accepted: a number >= 0")
 
     def place(self, view: PlacementView) -> Placement:
         num_outstanding: list[int] = view.num_outstanding.tolist()
-        num_waiting = sum([num - 1 for num in num_outstanding if num > 1])
-        scarcity = min(1.0, num_waiting / len(num_outstanding))
-        return _least_j(view, 1.0 + (self.beta - 1.0) * scarcity, self.lambda_ * scarcity)
+        # An idle worker counts -1: it could take one of those who wait.
+        num_stranded = sum(num_outstanding) - len(num_outstanding)
+        scarcity = min(1.0, max(0, num_stranded) / len(num_outstanding))
+        return _least_j(view, 1.0 + (self.beta - 1.0) * scarcity, self.lambda_ * scarcity, self.mu * scarcity)
 
 
-def _least_j(view: PlacementView, beta: float, lambda_: float) -> Placement:
+def _least_j(view: PlacementView, beta: float, lambda_: float, mu: float | None = None) -> Placement:
     # Arrays of no dimension, as NumPy takes Python numbers more slowly.
     service = np.array(beta) * view.service_s
     least_gpu_s = np.array(float(view.smallest_degree)) * view.smallest_service_s
     gpu_time = np.array(lambda_) * (view.degrees * view.service_s - least_gpu_s)
+    terms = {"wait": view.wait_s, "delay": view.delay_s, "service": service, "gpu_time": gpu_time}
     load_free = service + gpu_time
-    placement = choose(
-        view,
-        view.load_s + load_free,
-        "least J",
-        wait=view.wait_s,
-        delay=view.delay_s,
-        service=service,
-        gpu_time=gpu_time,
-    )
+    if mu is not None:
+        terms["miss"] = np.array(mu) * (least_gpu_s - least_gpu_s.min())
+        load_free = load_free + terms["miss"]
+    placement = choose(view, view.load_s + load_free, "least J", **terms)
     placement.preferred_degree = int(view.degrees[load_free.argmin()])
     return placement
