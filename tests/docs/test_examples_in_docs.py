@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["placement.md", "prefix-index.md"]
+PAGES = ["cp-step.md", "placement.md", "prefix-index.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
