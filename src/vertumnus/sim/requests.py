@@ -25,10 +25,9 @@ def prefill_requests(trace: Trace) -> Iterator[PrefillRequest]:
         block_ids = trace.block_ids[offsets[0] : offsets[-1]]
         ids = block_ids.astype(np.uint64) + np.uint64(1)
         pairs = np.stack((ids * np.uint64(0x9E3779B97F4A7C15), ids * np.uint64(0xC2B2AE3D27D4EB4F)), axis=1)
-        raw = pairs.tobytes()
         if len(known) > _MAX_KNOWN_BLOCKS:
             known.clear()
-        fresh = [raw[position : position + 16] for position in range(0, len(raw), 16)]
+        fresh = pairs.view("V16").ravel().tolist()
         hashes = list(map(known.setdefault, block_ids.tolist(), fresh))
         starts = (offsets[:-1] - offsets[0]).tolist()
         ends = (offsets[:-1] - offsets[0] + num_full[rows]).tolist()

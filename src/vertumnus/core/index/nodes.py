@@ -9,7 +9,7 @@ block; when it is full, all of them move at once into an open hash table over th
 
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from struct import Struct, unpack
 from typing import Any
 
@@ -20,6 +20,7 @@ from vertumnus.errors import InvariantError
 
 ROOT = 0
 HASH_BYTES = 16
+_HASH_TYPE = f"V{HASH_BYTES}"
 
 _PAIR = Struct("<2Q")
 _FIRST_READ_AHEAD_BLOCKS = 8
@@ -245,7 +246,7 @@ class NodeTable:
         """The row of every block, ROOT where there is none. Fastest for paths from the deepest block up."""
         young = self._young
         if not self._num_old:
-            return [young.get(block, ROOT) for block in blocks]
+            return list(map(young.get, blocks, repeat(ROOT)))
         words, table = self.words.cells, self._table.cells
         mask = len(table) - 1
         rows: list[int] = []
@@ -306,15 +307,10 @@ class NodeTable:
         """Forgets hash and demand of rows that hang in the tree no more and puts them on the free list."""
         places = np.frombuffer(dead, dtype=np.int32)
         words = self.words.values.reshape(-1, 2)
-        hashes = words[places].tobytes()
-        forget = self._young.pop
-        old = [
-            node
-            for node, at in zip(dead, range(0, len(hashes), HASH_BYTES), strict=True)
-            if not forget(hashes[at : at + HASH_BYTES], ROOT)
-        ]
-        if old:
-            self._forget_old(old)
+        hashes = words[places].view(_HASH_TYPE).ravel().tolist()
+        young = list(map(self._young.pop, hashes, repeat(ROOT)))
+        if not all(young):
+            self._forget_old([node for node, row in zip(dead, young, strict=True) if not row])
         words[places] = 0
         if self.has_demand:
             self._cells[7:, places] = 0
