@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vertumnus.core.composition import Composition, Topology, compositions, lay_out
@@ -80,10 +80,13 @@ def transitions(path):
     input_tokens=st.lists(st.integers(100, 100_000), min_size=1, max_size=5),
     start=st.sampled_from(["16x1", "8x2", "4x4", "2x8", "4x1,2x2,2x4"]),
 )
+# Just overloaded: the better composition stands out from chance only after 39 windows.
+@example(num_requests=60, input_tokens=[100, 100, 7_726, 80_018], start="8x2")
 def test_equal_windows_give_finitely_many_transitions_then_none(num_requests, input_tokens, start):
-    path = drive(LookaheadController(COST), start, equal_windows(40, num_requests, input_tokens))
+    """Evidence weighs half after 30 windows: what it has not shown after three times that, it never will."""
+    path = drive(LookaheadController(COST), start, equal_windows(120, num_requests, input_tokens))
     assert len(transitions(path)) <= 4
-    assert not [index for index in transitions(path) if index >= 20]
+    assert not [index for index in transitions(path) if index >= 90]
 
 
 @pytest.mark.parametrize("rate_per_s", [2.0, 5.0, 8.0])
