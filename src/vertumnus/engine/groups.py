@@ -1,0 +1,125 @@
+"""The groups of one rank: torch process groups that exist from the start, so that a switch only selects one.
+
+A group is formed under a generation, which is part of the name under which its members find each other; one that lost
+a member is formed anew under the next. There is no default group, and groups know nothing of each other.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # re-exported without saying so
+
+from vertumnus.engine.collectives import GroupBroken, GroupLink
+from vertumnus.engine.geometry import GroupKey
+
+
+class Groups:
+    """One rank's ends of its groups. `form` is called by one thread, beside the one that runs steps;
+    `abort` by any.
+
+    store: where members find each other. host: the address that gloo listens on. connect_timeout_s bounds the forming
+    of a group, exchange_timeout_s each wait for another member afterwards. has_own_gpu: NCCL instead of gloo;
+    is_staged: tensors are on a GPU that gloo cannot reach.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        store: Store,
+        host: str,
+        *,
+        connect_timeout_s: float,
+        exchange_timeout_s: float,
+        has_own_gpu: bool = False,
+        is_staged: bool = False,
+    ) -> None:
+        self.generation = 0
+        self._rank = rank
+        self._store = store
+        self._host = host
+        self._connect_timeout = timedelta(seconds=connect_timeout_s)
+        self._exchange_timeout = timedelta(seconds=exchange_timeout_s)
+        self._has_own_gpu = has_own_gpu
+        self._is_staged = is_staged
+        self._lock = threading.Lock()
+        self._links: dict[GroupKey, GroupLink] = {}
+        self._process_groups: dict[GroupKey, Any] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where a tensor must lie to be sent as it is."""
+        return torch.device("cuda" if self._has_own_gpu else "cpu")
+
+    @property
+    def usable(self) -> tuple[GroupKey, ...]:
+        """Groups of two or more that are whole, as far as this rank knows."""
+        with self._lock:
+            return tuple(sorted(self._links))
+
+    def form(self, generation: int, keys: Iterable[GroupKey]) -> None:
+        """Forms those of `keys` that have this rank as a member, small ones first, each warmed by one exchange. What
+        was there before under the same key is given up. Every member must be asked for the same generation; all of
+        them return, or raise GroupBroken within the connect timeout.
+        """
+        mine = sorted((key for key in keys if self._rank in key.ranks), key=lambda key: (key.degree, key.first_rank))
+        self.abort(mine)
+        for key in mine:
+            if key.degree > 1:
+                self._form(generation, key)
+        self.generation = max(self.generation, generation)
+
+    def link(self, key: GroupKey) -> GroupLink:
+        """Raises GroupBroken if the group was given up."""
+        if key.degree == 1 and key.first_rank == self._rank:
+            return GroupLink(0, 1)
+        with self._lock:
+            link = self._links.get(key)
+        if link is None:
+            raise GroupBroken(f"the group {key} was given up")
+        return link
+
+    def abort(self, keys: Iterable[GroupKey]) -> None:
+        """Gives the groups up: a wait on one of them, in whichever thread, ends with GroupBroken, here and at once;
+        at other members as soon as they notice that this end is closed."""
+        for key in keys:
+            with self._lock:
+                self._links.pop(key, None)
+                process_group = self._process_groups.pop(key, None)
+            if process_group is not None:
+                with contextlib.suppress(RuntimeError):
+                    process_group.abort()
+
+    def _form(self, generation: int, key: GroupKey) -> None:
+        name = f"{generation}/{key}/"
+        store = PrefixStore(name, self._store)
+        index = self._rank - key.first_rank
+        try:
+            process_group = self._process_group(store, index, key.degree)
+            link = GroupLink(index, key.degree, process_group, is_staged=self._is_staged)
+            link.all_gather(torch.zeros(1, device=self.device)).wait()
+            if not self._has_own_gpu:
+                process_group._set_default_timeout(self._exchange_timeout)
+        except RuntimeError as error:
+            raise GroupBroken(f"the group {key} did not form under generation {generation}: {error}") from error
+        with self._lock:
+            self._links[key] = link
+            self._process_groups[key] = process_group
+
+    def _process_group(self, store: Store, index: int, degree: int) -> Any:
+        if self._has_own_gpu:
+            nccl = distributed.ProcessGroupNCCL
+            options = nccl.Options()
+            options._timeout = self._exchange_timeout
+            return nccl(store, index, degree, options)
+        gloo: Any = distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=self._host)]
+        options._timeout = self._connect_timeout
+        options._threads = 1
+        store.set_timeout(self._connect_timeout)
+        return gloo(store, index, degree, options)

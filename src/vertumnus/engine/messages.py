@@ -1,0 +1,550 @@
+"""All that pool, launcher and ranks say to each other, as frozen dataclasses, and how they become plain values.
+
+A message travels as [call_id, name, {field: value}]; an answer has the call_id of what it answers, 0 answers nothing.
+Decoding checks every field against its annotation, so that what a handler gets has the types that it declares.
+Whole numbers in a row (token ids, slots) travel as little-endian int32 bytes.
+"""
+
+import dataclasses
+import sys
+from array import array
+from collections import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgpack  # type: ignore[import-untyped]
+
+from vertumnus.engine.errors import WireError
+from vertumnus.engine.geometry import GroupKey
+from vertumnus.engine.step import Step, StepOutput
+
+# What ranks tell about themselves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHandle:
+    """Where another process of the same host finds a rank's KV memory: descriptor `fd` of process `pid`.
+
+    inode: of the memory, so that a later process with the same pid is not taken for it.
+    """
+
+    host_id: str
+    pid: int
+    fd: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySource:
+    """Where a rank's blocks can be read: its copy server, and its memory if it can be mapped."""
+
+    host: str
+    port: int
+    memory: MemoryHandle | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A rank's first message. The pool closes the connection unless `token` is its own."""
+
+    token: str
+    rank: int
+    incarnation: int
+    pid: int
+    num_slots: int
+    block_bytes: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfit:
+    """Instead of Hello: why the rank cannot start."""
+
+    token: str
+    rank: int
+    reason: str
+
+
+# What the pool asks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormGroups:
+    """(Re)forms the groups that the rank is a member of, under a new generation; others stay. Answer: Done."""
+
+    generation: int
+    groups: tuple[GroupKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activate:
+    """Takes up the group under a new epoch, between two steps. Answer: Activated, or Refusal by all members."""
+
+    epoch: int
+    first_rank: int
+    degree: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStep:
+    """Answer: Stepped, or Refusal by all members."""
+
+    step: Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort:
+    """Gives up the groups at once, whatever is under way on them. Answer: Done."""
+
+    groups: tuple[GroupKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeLease:
+    """Keeps the slots from being written until the lease is released or `lease_s` have gone. Answer: Leased."""
+
+    slots: tuple[int, ...]
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The source's promise that its `slots` stay as they are; `checksums` of their bytes, in the same order."""
+
+    lease_id: int
+    rank: int
+    slots: tuple[int, ...]
+    checksums: tuple[bytes, ...]
+    block_bytes: int
+    source: CopySource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """Copies the lease's blocks into `slots` of the rank asked, in the lease's order. Answer: Pulled or Refusal.
+
+    is_tcp: over the network even where the source's memory could be mapped.
+    """
+
+    lease: Lease
+    slots: tuple[int, ...]
+    is_tcp: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseLease:
+    """Answer: Done, also where the lease has expired."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskStatus:
+    """Answer: RankStatus, at once, whatever the rank is doing."""
+
+
+# What ranks answer
+
+
+class RefusalReason(Enum):
+    """Why nothing was done. Nothing has changed, and the rank is ready for the next message."""
+
+    STALE_EPOCH = "stale-epoch"
+    """The epoch is not the rank's own, or an activation's is not above it."""
+    NOT_A_MEMBER = "not-a-member"
+    """The rank is not in the group named, or has another one active."""
+    INVALID = "invalid"
+    """What is asked makes no sense: slots out of range or owned twice, no tokens, too many positions."""
+    SLOT_IN_USE = "slot-in-use"
+    """A slot to be written is under lease or being read, or one to be read is being written."""
+    PEER = "peer"
+    """Another member refused, or was asked something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An expected outcome: the rank, or all members of a group, did not do what they were asked."""
+
+    rank: int
+    reason: RefusalReason
+    detail: str
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it only follows from another member's refusal."""
+        return self.reason is RefusalReason.PEER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Nothing more to say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activated:
+    """All members have the epoch; the group can step."""
+
+    rank: int
+    epoch: int
+    first_rank: int
+    degree: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """One member's share of the result."""
+
+    output: StepOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """For each block whether its checksum was right after installation; where not, its slot holds nothing of use."""
+
+    is_installed: tuple[bool, ...]
+    is_tcp: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """`group` is the active one, None before the first activation; `groups` those that can be used."""
+
+    rank: int
+    epoch: int
+    group: GroupKey | None
+    groups: tuple[GroupKey, ...]
+    generation: int
+    num_steps: int
+    num_leases: int
+    num_wire_errors: int
+
+
+class FailureKind(Enum):
+    """What broke."""
+
+    WIRE = "wire"
+    """The message could not be understood; the rank goes on."""
+    GROUP_BROKEN = "group-broken"
+    """A member of the group is gone or the group was given up."""
+    COPY = "copy"
+    """The source of a copy is gone or does not know the lease."""
+    INTERNAL = "internal"
+    """An error that nobody expected; the rank goes on, the group that it happened in is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What was asked was begun, or could not be understood, and did not end well."""
+
+    kind: FailureKind
+    detail: str
+
+
+# Between ranks: the copy server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBlocks:
+    """Asks a copy server for the bytes of leased slots: Granted and then block after block, or Refusal."""
+
+    token: str
+    lease_id: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    num_bytes: int
+
+
+# Between pool and launcher
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What the launcher loads, and what every rank that it forks is given, besides its number. Answer: Loaded."""
+
+    source: str
+    """module:function that returns a `StepperSource`; called with `options`."""
+    options: str
+    """JSON."""
+    pool_host: str
+    pool_port: int
+    token: str
+    num_ranks: int
+    num_slots: int
+    num_threads: int
+    interface_host: str
+    connect_timeout_s: float
+    step_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    pid: int
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Starts rank number `rank`. Answer: Forked."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Unasked: a rank's process is gone. exit_code: negative for a signal."""
+
+    rank: int
+    incarnation: int
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFailed:
+    reason: str
+
+
+Message = (
+    Hello
+    | Unfit
+    | FormGroups
+    | Activate
+    | RunStep
+    | Abort
+    | TakeLease
+    | Pull
+    | ReleaseLease
+    | AskStatus
+    | Refusal
+    | Done
+    | Activated
+    | Stepped
+    | Leased
+    | Pulled
+    | RankStatus
+    | Failure
+    | ReadBlocks
+    | Granted
+    | Launch
+    | Loaded
+    | Fork
+    | Forked
+    | Ended
+    | LaunchFailed
+)
+
+_T = TypeVar("_T")
+_BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
+
+
+def encode(call_id: int, message: Message) -> bytes:
+    """The bytes of a message. Raises WireError if a value does not fit the wire (an integer beyond its range)."""
+    kind: Any = type(message)
+    try:
+        return bytes(msgpack.packb([call_id, kind.__name__, _packer(kind)(message)]))
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise WireError(f"{kind.__name__} cannot be sent: {error}") from error
+
+
+def decode(body: bytes) -> tuple[int, Message]:
+    """(call_id, message). Raises WireError, with what is wrong, on anything that `encode` cannot have made."""
+    call_id, name, fields = _envelope(body)
+    kind = _BY_NAME.get(name)
+    if kind is None:
+        raise WireError(f"message type {_shown(name)} is unknown")
+    try:
+        message: Message = _unpacker(kind)(fields, name)
+    except (ValueError, RecursionError) as error:  # what the dataclass itself does not accept
+        raise WireError(f"{name}: {error}") from error
+    return call_id, message
+
+
+def call_id_of(body: bytes) -> int:
+    """The call_id of a frame that may be damaged otherwise; 0 if it has none."""
+    try:
+        return _envelope(body)[0]
+    except WireError:
+        return 0
+
+
+def from_plain(kind: type[_T], value: object, name: str) -> _T:
+    """A dataclass from the plain values that it travels as. Raises WireError; `name` is what it calls the value."""
+    try:
+        annotation: Any = kind
+        found: _T = _unpacker(annotation)(value, name)
+    except ValueError as error:  # what the dataclass itself does not accept
+        raise WireError(f"{name}: {error}") from error
+    return found
+
+
+def _envelope(body: bytes) -> tuple[int, str, Any]:
+    try:
+        value = msgpack.unpackb(body, strict_map_key=True)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise WireError(f"a frame is not msgpack: {type(error).__name__}") from error
+    match value:
+        case [int() as call_id, str() as name, fields] if type(call_id) is int and 0 <= call_id < 2**63:
+            return call_id, name, fields
+    raise WireError("a frame is not [call_id, name, fields]")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# The codec: one packer and one unpacker per annotation
+
+_Packer = Callable[[Any], Any]
+_Unpacker = Callable[[Any, str], Any]
+_SCALARS: dict[Any, tuple[type, ...]] = {int: (int,), str: (str,), bytes: (bytes,), bool: (bool,), float: (float, int)}
+
+
+@cache
+def _packer(kind: Any) -> _Packer:
+    if dataclasses.is_dataclass(kind):
+        assert isinstance(kind, type)
+        packers = {name: _packer(hint) for name, hint in _hints(kind).items()}
+        return lambda value: {name: pack(getattr(value, name)) for name, pack in packers.items()}
+    if kind is float:
+        return float
+    if kind in _SCALARS:
+        return lambda value: value
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return lambda value: value.value
+    if (item := _optional(kind)) is not None:
+        pack = _packer(item)
+        return lambda value: None if value is None else pack(value)
+    items = get_args(kind)
+    if _is_row(kind):
+        if items[0] is int:
+            return _int32_bytes
+        pack = _packer(items[0])
+        return lambda value: [pack(each) for each in value]
+    assert get_origin(kind) is tuple
+    pack_each = [_packer(item) for item in items]
+    return lambda value: [pack(each) for pack, each in zip(pack_each, value, strict=True)]
+
+
+@cache
+def _unpacker(kind: Any) -> _Unpacker:
+    if dataclasses.is_dataclass(kind):
+        assert isinstance(kind, type)
+        return _dataclass_unpacker(kind)
+    if kind in _SCALARS:
+        return _scalar_unpacker(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _enum_unpacker(kind)
+    if (item := _optional(kind)) is not None:
+        unpack = _unpacker(item)
+        return lambda value, path: None if value is None else unpack(value, path)
+    return _sequence_unpacker(kind)
+
+
+def _dataclass_unpacker(kind: type[Any]) -> _Unpacker:
+    unpackers = {name: _unpacker(hint) for name, hint in _hints(kind).items()}
+
+    def unpack(value: Any, path: str) -> Any:
+        if not isinstance(value, dict) or value.keys() != unpackers.keys():
+            raise WireError(f"{path} has other fields than {', '.join(unpackers) or 'none'}")
+        return kind(**{name: unpack(value[name], f"{path}.{name}") for name, unpack in unpackers.items()})
+
+    return unpack
+
+
+def _scalar_unpacker(kind: type) -> _Unpacker:
+    accepted = _SCALARS[kind]
+
+    def unpack(value: Any, path: str) -> Any:
+        if type(value) not in accepted:
+            raise WireError(f"{path} is {_shown(value)}; accepted: {kind.__name__}")
+        return kind(value)
+
+    return unpack
+
+
+def _enum_unpacker(kind: type[Enum]) -> _Unpacker:
+    by_value = {member.value: member for member in kind}
+
+    def unpack(value: Any, path: str) -> Any:
+        if not isinstance(value, str) or value not in by_value:
+            raise WireError(f"{path} is {_shown(value)}; accepted: {', '.join(by_value)}")
+        return by_value[value]
+
+    return unpack
+
+
+def _sequence_unpacker(kind: Any) -> _Unpacker:
+    items = get_args(kind)
+    if not _is_row(kind):
+        unpack_each = [_unpacker(item) for item in items]
+
+        def unpack_fixed(value: Any, path: str) -> Any:
+            if not isinstance(value, list) or len(value) != len(unpack_each):
+                raise WireError(f"{path} is {_shown(value)}; accepted: {len(unpack_each)} values")
+            return tuple(unpack(each, path) for unpack, each in zip(unpack_each, value, strict=True))
+
+        return unpack_fixed
+    if items[0] is int:
+        return _int32_row
+    unpack = _unpacker(items[0])
+
+    def unpack_row(value: Any, path: str) -> Any:
+        if not isinstance(value, list):
+            raise WireError(f"{path} is {_shown(value)}; accepted: a list")
+        return tuple(unpack(each, f"{path}[{place}]") for place, each in enumerate(value))
+
+    return unpack_row
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _optional(kind: Any) -> Any:
+    """X of X | None."""
+    if get_origin(kind) not in (UnionType, Union):
+        return None
+    (item,) = [each for each in get_args(kind) if each is not NoneType]
+    return item
+
+
+def _is_row(kind: Any) -> bool:
+    """Any number of values of one type."""
+    return get_origin(kind) is abc.Sequence or (get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis)
+
+
+def _int32_bytes(values: Sequence[int]) -> bytes:
+    row = array("i", values)
+    assert row.itemsize == 4
+    if sys.byteorder == "big":
+        row.byteswap()
+    return row.tobytes()
+
+
+def _int32_row(value: Any, path: str) -> tuple[int, ...]:
+    if not isinstance(value, bytes) or len(value) % 4:
+        raise WireError(f"{path} is {_shown(value)}; accepted: int32 bytes")
+    row = array("i")
+    row.frombytes(value)
+    if sys.byteorder == "big":
+        row.byteswap()
+    return tuple(row)
