@@ -36,6 +36,11 @@ class Cell:
     path: PrefixPath = PrefixPath.AUTO
 
 
+def prompts_within(max_positions: int) -> tuple[int, ...]:
+    """The lengths that a model is timed at: up to its positions, at most 8K tokens."""
+    return tuple(n for n in (512, 2048, 8192) if n <= max_positions) or (max_positions,)
+
+
 def run(
     folder: Path,
     *,

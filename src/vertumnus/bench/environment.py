@@ -8,7 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("numpy", "blake3")
+_PACKAGES = ("numpy", "blake3", "torch", "transformers")
+"""Those of them that are installed."""
 
 
 def environment(command: str) -> dict[str, Any]:
@@ -19,12 +20,19 @@ def environment(command: str) -> dict[str, Any]:
         "memory_bytes": _memory_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{package: metadata.version(package) for package in _PACKAGES},
+        **{package: version for package in _PACKAGES if (version := _version(package)) is not None},
         "vertumnus": metadata.version("vertumnus"),
         "commit": _commit(),
         "command": command,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu() -> str:

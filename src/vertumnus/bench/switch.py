@@ -57,7 +57,7 @@ async def _run(draw: np.random.Generator, num_switches: int, num_ranks: int, mod
 
 
 async def _switches(pool: RankPool, draw: np.random.Generator, num_switches: int) -> list[dict[str, Any]]:
-    geometry: Geometry = {rank: 1 for rank in range(pool.config.num_ranks)}
+    geometry: Geometry = dict.fromkeys(range(pool.config.num_ranks), 1)
     epoch = 1
     await pool.activate(epoch, geometry)
     measured: dict[tuple[str, str], list[tuple[float, float]]] = {}

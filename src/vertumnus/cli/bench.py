@@ -1,5 +1,6 @@
 """`vertumnus bench`: speed and memory of this program on this machine."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import click
 
 from vertumnus.cli.options import json_option, seed_option
 from vertumnus.cli.output import note, print_json, print_table
+from vertumnus.errors import ConfigError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,6 +55,59 @@ def sim(trace: str | None, large: bool, seed: int, as_json: bool) -> None:
     _show("sim", results, as_json, trace=trace and Path(trace).name, large=large, seed=seed)
 
 
+@command.command("engine")
+@click.argument("model")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Of the ranks."
+)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Runs of every cell.")
+@click.option("--large", is_flag=True, help="Also 16K and 32K tokens, on two random layers of the model's shape.")
+@click.option("--transformers", "with_transformers", is_flag=True, help="Also transformers' own model, same prompts.")
+@json_option
+def engine(model: str, dtype: str, rounds: int, large: bool, with_transformers: bool, as_json: bool) -> None:
+    """Prefill of the folder MODEL by prompt length, cached prefix and degree, and decode; one thread a rank.
+
+    \b
+    vertumnus model smollm2 -o models/smollm2
+    vertumnus bench engine models/smollm2 --dtype bfloat16
+    """
+    _require_engine()
+    from vertumnus.bench.engine import prompts_within, run, run_decode, run_large
+    from vertumnus.engine.model_config import ModelConfig
+
+    folder = Path(model)
+    prompts = prompts_within(ModelConfig.from_folder(folder).max_positions)
+    note("starting ranks and timing; some minutes")
+    results = run(folder, dtype=dtype, prompts=prompts, num_rounds=rounds, with_transformers=with_transformers)
+    results += run_decode(folder, dtype=dtype)
+    if large:
+        results += run_large(folder, dtype=dtype, num_rounds=rounds)
+    options = {"rounds": rounds, "large": large, "transformers": with_transformers}
+    _show(f"engine {folder.name} --dtype {dtype}", results, as_json, **options)
+
+
+@command.command("switch")
+@click.option("--ranks", type=click.IntRange(2), default=8, show_default=True, help="Ranks of the pool.")
+@click.option("--switches", type=click.IntRange(10), default=1000, show_default=True, help="Switches timed.")
+@click.option("--model", help="Folder of a model that the ranks hold meanwhile.", metavar="DIR")
+@seed_option
+@json_option
+def switch(ranks: int, switches: int, model: str | None, seed: int, as_json: bool) -> None:
+    """Switches of a pool's groups, its start, its memory, and the loss of a rank."""
+    _require_engine()
+    from vertumnus.bench.switch import run
+
+    note("starting ranks and switching; about a minute")
+    results = run(seed=seed, num_switches=switches, num_ranks=ranks, model=model)
+    _show("switch", results, as_json, ranks=ranks, switches=switches, model=model and Path(model).name, seed=seed)
+
+
+def _require_engine() -> None:
+    missing = [package for package in ("torch", "safetensors", "msgpack") if find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"this needs {', '.join(missing)}; accepted: after `pip install vertumnus[engine]`")
+
+
 def _show(name: str, results: list[dict[str, Any]], as_json: bool, **options: Any) -> None:
     """Prints what was measured, with the command that repeats it; files are named without their folders."""
     from vertumnus.bench.environment import environment
@@ -63,8 +118,10 @@ def _show(name: str, results: list[dict[str, Any]], as_json: bool, **options: An
         command_line = " ".join(["vertumnus bench", name, *words])
         print_json({"bench": name, "environment": environment(command_line), "results": results})
         return
-    columns = list(dict.fromkeys(key for entry in results for key in entry))
-    print_table(f"bench {name}", columns, [[_cell(entry.get(column)) for column in columns] for entry in results])
+    columns = list(
+        dict.fromkeys(key for entry in results for key, value in entry.items() if not isinstance(value, list))
+    )
+    print_table(f"bench {name}", columns, [[_cell(entry.get(column)) for column in columns] for entry in shown])
 
 
 def _cell(value: Any) -> str:

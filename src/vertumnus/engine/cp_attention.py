@@ -204,7 +204,8 @@ class DecodeAttention:
         self._stages = stages
         self._scale = scale
         tables = [[slot for _, slot in planned.request.blocks] for planned in plan.requests]
-        self._slots = torch.tensor(sum(tables, []), dtype=torch.int64, device=store.device)
+        slots = [slot for table in tables for slot in table]
+        self._slots = torch.tensor(slots, dtype=torch.int64, device=store.device)
         self._spans: list[tuple[int, int]] = []
         start = 0
         for planned, table in zip(plan.requests, tables, strict=True):

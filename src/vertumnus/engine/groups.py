@@ -6,7 +6,8 @@ a member is formed anew under the next. There is no default group, and groups kn
 
 import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -73,15 +74,26 @@ class Groups:
                 self._form(generation, key)
         self.generation = max(self.generation, generation)
 
-    def link(self, key: GroupKey) -> GroupLink:
-        """Raises GroupBroken if the group was given up."""
+    @contextmanager
+    def using(self, key: GroupKey) -> Iterator[GroupLink]:
+        """This rank's end of a group. If the block fails, the group is given up, for others may be waiting for what
+        this rank was going to send next; what has been formed in its place meanwhile is left alone. Raises GroupBroken
+        if the group was given up before."""
         if key.degree == 1 and key.first_rank == self._rank:
-            return GroupLink(0, 1)
+            yield GroupLink(0, 1)
+            return
         with self._lock:
-            link = self._links.get(key)
+            link, process_group = self._links.get(key), self._process_groups.get(key)
         if link is None:
             raise GroupBroken(f"the group {key} was given up")
-        return link
+        try:
+            yield link
+        except BaseException:
+            with self._lock:
+                if self._links.get(key) is link:
+                    del self._links[key], self._process_groups[key]
+            _abort(process_group)
+            raise
 
     def abort(self, keys: Iterable[GroupKey]) -> None:
         """Gives the groups up: a wait on one of them, in whichever thread, ends with GroupBroken, here and at once;
@@ -91,8 +103,7 @@ class Groups:
                 self._links.pop(key, None)
                 process_group = self._process_groups.pop(key, None)
             if process_group is not None:
-                with contextlib.suppress(RuntimeError):
-                    process_group.abort()
+                _abort(process_group)
 
     def _form(self, generation: int, key: GroupKey) -> None:
         name = f"{generation}/{key}/"
@@ -123,3 +134,8 @@ class Groups:
         options._threads = 1
         store.set_timeout(self._connect_timeout)
         return gloo(store, index, degree, options)
+
+
+def _abort(process_group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # it may be broken already
+        process_group.abort()

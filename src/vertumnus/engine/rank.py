@@ -65,7 +65,8 @@ class Rank:
         if wanted.epoch <= self.epoch:
             detail = f"activation of epoch {wanted.epoch}; accepted: above {self.epoch}, the rank's own"
             refusal = self._refusal(RefusalReason.STALE_EPOCH, detail)
-        refusal = self._agree(self._groups.link(key), 0, wanted.epoch, refusal)
+        with self._groups.using(key) as link:
+            refusal = self._agree(link, 0, wanted.epoch, refusal)
         if refusal is not None:
             return refusal
         self.epoch, self.group = wanted.epoch, key
@@ -76,7 +77,10 @@ class Rank:
         key = GroupKey(step.first_rank, step.degree)
         if not self._is_mine(key):
             return self._not_mine(key)
-        link = self._groups.link(key)
+        with self._groups.using(key) as link:
+            return self._run_step(step, key, link)
+
+    def _run_step(self, step: Step, key: GroupKey, link: GroupLink) -> StepOutput | Refusal:
         found = self._slots_of(step, key)
         if isinstance(found, _Slots):
             in_use = self._slot_use.begin(read=found.read, written=found.written)

@@ -30,7 +30,6 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # r
 from vertumnus.engine.collectives import GroupBroken
 from vertumnus.engine.copies import Copies, CopyServer
 from vertumnus.engine.errors import CopyFailed, WireError
-from vertumnus.engine.geometry import GroupKey
 from vertumnus.engine.groups import Groups
 from vertumnus.engine.kv_memory import KvMemory
 from vertumnus.engine.messages import (
@@ -148,16 +147,10 @@ class RankServer:
         return Done()
 
     def _in_step_thread(self, message: RunStep | Activate) -> Message:
-        wanted = message.step if isinstance(message, RunStep) else message
-        try:
-            if isinstance(message, Activate):
-                return self._rank.activate(message)
-            output = self._rank.run_step(message.step)
-            return output if isinstance(output, Refusal) else Stepped(output=output)
-        except Exception:
-            # The others may be waiting for what this rank was going to send next.
-            self._groups.abort([GroupKey(wanted.first_rank, wanted.degree)])
-            raise
+        if isinstance(message, Activate):
+            return self._rank.activate(message)
+        output = self._rank.run_step(message.step)
+        return output if isinstance(output, Refusal) else Stepped(output=output)
 
     def _in_copy_thread(self, message: TakeLease | Pull) -> Message:
         if isinstance(message, Pull):
