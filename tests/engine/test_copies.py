@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -119,14 +120,16 @@ def test_a_copy_that_makes_no_sense_is_refused():
 
 
 _SOURCE = """
+import os
 import sys
 import tests.engine.test_copies as module
-from vertumnus.engine.messages import encode
+from vertumnus.engine.messages import Leased, encode
 end = module.End(0, host=sys.argv[1])
 for slot in range(4):
     end.memory.block(slot)[:] = bytes([slot + 1]) * module.BLOCK_BYTES
 sys.stdout.buffer.write(encode(0, Leased(lease=end.lease(0, 1, 2, 3))))
-sys.stdout.buffer.close()
+sys.stdout.buffer.flush()
+os.close(1)
 sys.stdin.read()
 """
 _DESTINATION = """
@@ -145,6 +148,8 @@ def _copied_between(source_prefix: list[str], destination_prefix: list[str], hos
     source = [*source_prefix, sys.executable, "-c", _SOURCE, host]
     with subprocess.Popen(source, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], 30)
+        assert readable
         lease = process.stdout.read()
         found = subprocess.run(
             [*destination_prefix, sys.executable, "-c", _DESTINATION, how],
@@ -181,6 +186,7 @@ def test_two_network_namespaces_with_their_own_processes_copy_over_the_network()
         for name, link, host in zip(names, links, ("10.254.77.1", "10.254.77.2"), strict=True):
             ip("-n", name, "addr", "add", f"{host}/24", "dev", link)
             ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
         inside = [["ip", "netns", "exec", name] for name in names]
         inside[1] += ["unshare", "--pid", "--fork", "--mount-proc"]
         pulled = _copied_between(*inside, "10.254.77.1", "chosen")

@@ -118,9 +118,8 @@ def _show(name: str, results: list[dict[str, Any]], as_json: bool, **options: An
         command_line = " ".join(["vertumnus bench", name, *words])
         print_json({"bench": name, "environment": environment(command_line), "results": results})
         return
-    columns = list(
-        dict.fromkeys(key for entry in results for key, value in entry.items() if not isinstance(value, list))
-    )
+    shown = [{key: value for key, value in entry.items() if not isinstance(value, list)} for entry in results]
+    columns = list(dict.fromkeys(key for entry in shown for key in entry))
     print_table(f"bench {name}", columns, [[_cell(entry.get(column)) for column in columns] for entry in shown])
 
 
