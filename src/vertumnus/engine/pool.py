@@ -308,7 +308,7 @@ class RankPool:
         self._update()
 
     def _update(self) -> None:
-        if not self._is_started:
+        if not self._is_started or self._failure is not None:  # who waits then is to see the failure, also later
             return
         if self._gone or self._broken:
             self._is_whole.clear()
