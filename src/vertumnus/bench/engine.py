@@ -147,14 +147,24 @@ def write_two_layer_model(source: Path, folder: Path, max_positions: int) -> Non
 
 
 def run_large(
-    source: Path, *, dtype: str = "float32", prompts: Sequence[int] = (16384, 32768), num_rounds: int = 3
+    source: Path,
+    *,
+    dtype: str = "float32",
+    prompts: Sequence[int] = (16384, 32768),
+    num_rounds: int = 3,
+    with_transformers: bool = False,
 ) -> list[dict[str, Any]]:
     """`run` on a random model of two layers shaped like `source`'s, with prompts that the real one cannot hold."""
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_two_layer_model(source, folder, max(prompts) + 1)
         return run(
-            folder, dtype=dtype, prompts=prompts, num_rounds=num_rounds, name=f"two random layers like {source.name}"
+            folder,
+            dtype=dtype,
+            prompts=prompts,
+            num_rounds=num_rounds,
+            name=f"two random layers like {source.name}",
+            with_transformers=with_transformers,
         )
 
 

@@ -61,7 +61,7 @@ def sim(trace: str | None, large: bool, seed: int, as_json: bool) -> None:
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="Of the ranks."
 )
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Runs of every cell.")
-@click.option("--large", is_flag=True, help="Also 16K and 32K tokens, on two random layers of the model's shape.")
+@click.option("--large", is_flag=True, help="Instead: 16K and 32K tokens through two random layers of its shape.")
 @click.option("--transformers", "with_transformers", is_flag=True, help="Also transformers' own model, same prompts.")
 @json_option
 def engine(model: str, dtype: str, rounds: int, large: bool, with_transformers: bool, as_json: bool) -> None:
@@ -76,12 +76,13 @@ def engine(model: str, dtype: str, rounds: int, large: bool, with_transformers: 
     from vertumnus.engine.model_config import ModelConfig
 
     folder = Path(model)
-    prompts = prompts_within(ModelConfig.from_folder(folder).max_positions)
     note("starting ranks and timing; some minutes")
-    results = run(folder, dtype=dtype, prompts=prompts, num_rounds=rounds, with_transformers=with_transformers)
-    results += run_decode(folder, dtype=dtype)
     if large:
-        results += run_large(folder, dtype=dtype, num_rounds=rounds)
+        results = run_large(folder, dtype=dtype, num_rounds=rounds, with_transformers=with_transformers)
+    else:
+        prompts = prompts_within(ModelConfig.from_folder(folder).max_positions)
+        results = run(folder, dtype=dtype, prompts=prompts, num_rounds=rounds, with_transformers=with_transformers)
+        results += run_decode(folder, dtype=dtype)
     options = {"rounds": rounds, "large": large, "transformers": with_transformers}
     _show(f"engine {folder.name} --dtype {dtype}", results, as_json, **options)
 
