@@ -26,6 +26,7 @@ BELOW = {
     "core": {"core", "errors"},
     "workload": {"workload", "core", "errors"},
     "sim": {"sim", "workload", "core", "errors"},
+    "engine": {"engine", "errors"},
 }
 
 

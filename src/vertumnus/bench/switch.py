@@ -22,6 +22,8 @@ from vertumnus.engine.step import Step, StepOutput, StepRequest
 
 NUM_LOSSES = 20
 NUM_SLOTS = 64
+NUM_MODEL_SLOTS = 1
+"""Hardly any KV: the memory of the start is that of the model and the processes."""
 
 Geometry = dict[int, int]
 
@@ -30,30 +32,41 @@ def run(
     *, seed: int = 0, num_switches: int = 1000, num_ranks: int = 8, model: str | None = None
 ) -> list[dict[str, Any]]:
     """One entry for the start, one per pair of geometries switched between, one for all switches, one for losses.
-    model: a folder, for the start and the memory of ranks that hold a model."""
+    model: a folder; adds an entry for the start of ranks that hold it."""
     return asyncio.run(_run(np.random.default_rng(seed), num_switches, num_ranks, model))
 
 
 async def _run(draw: np.random.Generator, num_switches: int, num_ranks: int, model: str | None) -> list[dict[str, Any]]:
-    source, options = "vertumnus.engine.bare_source:load", {}
+    entries = []
     if model is not None:
         source, options = "vertumnus.engine.model_source:load", {"folder": model}
-    start_s = time.perf_counter()
-    pool = await RankPool.start(PoolConfig(source=source, options=options, num_ranks=num_ranks, num_slots=NUM_SLOTS))
+        pool, start = await _start(
+            PoolConfig(source=source, options=options, num_ranks=num_ranks, num_slots=NUM_MODEL_SLOTS)
+        )
+        await pool.close()
+        entries.append({**start, "model": Path(model).name})
+    pool, start = await _start(
+        PoolConfig(source="vertumnus.engine.bare_source:load", num_ranks=num_ranks, num_slots=NUM_SLOTS)
+    )
     try:
-        started_s = time.perf_counter() - start_s
-        pids = [pool.roster.launcher_pid, *pool.roster.pids.values()]
-        start = {
-            "kind": "start",
-            "ranks": num_ranks,
-            "model": model is not None,
-            "start_s": started_s,
-            "proportional_bytes": sum(_proportional_bytes(pid) for pid in pids if pid is not None),
-        }
-        switches = await _switches(pool, draw, num_switches)
-        return [start, *switches, await _losses(pool, draw)]
+        return [*entries, start, *await _switches(pool, draw, num_switches), await _losses(pool, draw)]
     finally:
         await pool.close()
+
+
+async def _start(config: PoolConfig) -> tuple[RankPool, dict[str, Any]]:
+    """A pool, how long it took to start, and the memory of its processes, pages they share counted once."""
+    start_s = time.perf_counter()
+    pool = await RankPool.start(config)
+    started_s = time.perf_counter() - start_s
+    pids = [pool.roster.launcher_pid, *pool.roster.pids.values()]
+    proportional_bytes = sum(_proportional_bytes(pid) for pid in pids if pid is not None)
+    return pool, {
+        "kind": "start",
+        "ranks": config.num_ranks,
+        "start_s": started_s,
+        "proportional_bytes": proportional_bytes,
+    }
 
 
 async def _switches(pool: RankPool, draw: np.random.Generator, num_switches: int) -> list[dict[str, Any]]:

@@ -90,7 +90,7 @@ def engine(model: str, dtype: str, rounds: int, large: bool, with_transformers: 
 @command.command("switch")
 @click.option("--ranks", type=click.IntRange(2), default=8, show_default=True, help="Ranks of the pool.")
 @click.option("--switches", type=click.IntRange(10), default=1000, show_default=True, help="Switches timed.")
-@click.option("--model", help="Folder of a model that the ranks hold meanwhile.", metavar="DIR")
+@click.option("--model", help="Folder of a model: also times the start of ranks that hold it.", metavar="DIR")
 @seed_option
 @json_option
 def switch(ranks: int, switches: int, model: str | None, seed: int, as_json: bool) -> None:
