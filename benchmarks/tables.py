@@ -1,6 +1,6 @@
 """Prints the tables of docs/results.md from the records in benchmarks/results/.
 
-python benchmarks/tables.py placement|adaptation|cache|speed
+python benchmarks/tables.py placement|adaptation|cache|speed|engine
 """
 
 import json
@@ -96,11 +96,53 @@ def percent(row: dict[str, Any]) -> str:
     return f"{row['slo_attainment_ratio']:.1%}"
 
 
+def engine() -> None:
+    """Prefill of both records, then decode, then switches."""
+    for name in ("bench-engine", "bench-engine-large"):
+        rows = [entry for entry in load(name) if "streams" not in entry]
+        table(
+            [
+                "tokens",
+                "cached",
+                "degree",
+                "prefix path",
+                "p50 s",
+                "speed-up",
+                "over predicted",
+                "wait s",
+                "MB received",
+            ],
+            [
+                [
+                    f"{entry['prompt_tokens']:,}",
+                    f"{entry['prefix_tokens']:,}",
+                    str(entry["degree"]) if "path" in entry else "transformers",
+                    entry.get("path", "-"),
+                    f"{entry['p50_s']:.2f}",
+                    f"{entry['speedup']:.2f}" if entry.get("degree", 1) > 1 and "speedup" in entry else "",
+                    f"{entry['over_predicted']:.2f}" if "over_predicted" in entry else "",
+                    f"{entry['wait_s']:.2f}" if "wait_s" in entry else "",
+                    f"{entry['received_bytes'] / 1e6:.0f}" if "received_bytes" in entry else "",
+                ]
+                for entry in rows
+            ],
+        )
+    table(
+        ["streams", "tokens/s", "times one stream"],
+        [
+            [str(entry["streams"]), f"{entry['tokens_per_s']:.0f}", f"{entry['throughput_ratio']:.1f}"]
+            for entry in load("bench-engine")
+            if "streams" in entry
+        ],
+    )
+
+
 TABLES: dict[str, Callable[[], None]] = {
     "placement": placement,
     "adaptation": adaptation,
     "cache": cache,
     "speed": speed,
+    "engine": engine,
 }
 
 if __name__ == "__main__":

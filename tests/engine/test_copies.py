@@ -177,16 +177,16 @@ def test_two_network_namespaces_with_their_own_processes_copy_over_the_network()
         subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
 
     try:
-        ip("netns", "add", names[0])
-    except (OSError, subprocess.SubprocessError):
-        pytest.skip("network namespaces need root; the test between two processes covers the same path")
-    try:
-        ip("netns", "add", names[1])
-        ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
-        for name, link, host in zip(names, links, ("10.254.77.1", "10.254.77.2"), strict=True):
-            ip("-n", name, "addr", "add", f"{host}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
+            for name, link, host in zip(names, links, ("10.254.77.1", "10.254.77.2"), strict=True):
+                ip("-n", name, "addr", "add", f"{host}/24", "dev", link)
+                ip("-n", name, "link", "set", link, "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (OSError, subprocess.SubprocessError):
+            pytest.skip("network namespaces need root; the test between two processes covers the same path")
         inside = [["ip", "netns", "exec", name] for name in names]
         inside[1] += ["unshare", "--pid", "--fork", "--mount-proc"]
         pulled = _copied_between(*inside, "10.254.77.1", "chosen")
