@@ -15,7 +15,7 @@ from vertumnus.engine.rope import RotaryTable, apply_rotary
 from vertumnus.engine.stages import Stages
 from vertumnus.engine.weights import DenseMlp, LayerWeights, ModelWeights, MoeMlp
 
-_MLP_ROWS = 1024
+MLP_ROWS = 1024
 """Rows that go through an MLP at once: its wide intermediate values stay out of the peak memory."""
 
 
@@ -45,7 +45,7 @@ class Model:
         for layer, weights in enumerate(self.weights.layers):
             x_TE = self._attend(layer, weights, x_TE, cos, sin, attention, stages)
             with stages.measure("mlp"):
-                for rows_ME in torch.split(x_TE, _MLP_ROWS):
+                for rows_ME in torch.split(x_TE, MLP_ROWS):
                     rows_ME.add_(self._mlp(self._norm(rows_ME, weights.post_attention_norm), weights.mlp))
         return x_TE
 
