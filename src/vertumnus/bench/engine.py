@@ -154,11 +154,12 @@ def run_large(
     num_rounds: int = 3,
     with_transformers: bool = False,
 ) -> list[dict[str, Any]]:
-    """`run` on a random model of two layers shaped like `source`'s, with prompts that the real one cannot hold."""
+    """`run` and `run_memory` on a random model of two layers shaped like `source`'s, with prompts that the real one
+    cannot hold."""
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_two_layer_model(source, folder, max(prompts) + 1)
-        return run(
+        results = run(
             folder,
             dtype=dtype,
             prompts=prompts,
@@ -166,6 +167,7 @@ def run_large(
             name=f"two random layers like {source.name}",
             with_transformers=with_transformers,
         )
+        return results + run_memory(folder, dtype=dtype)
 
 
 async def _measure(
@@ -208,6 +210,67 @@ async def _measure_decode(
     finally:
         await pool.close()
     return found
+
+
+def run_memory(
+    folder: Path, *, dtype: str = "float32", cells: Sequence[tuple[int, int]] = ((8192, 0), (16384, 0), (4096, 12288))
+) -> list[dict[str, Any]]:
+    """Entries `new_tokens, prefix_tokens, degree, peak_bytes, formula_bytes`: what a rank's process takes in a step,
+    beside the pages of the KV that it touches for the first time, and what `engine.step_memory` says."""
+    return asyncio.run(_measure_memory(folder, dtype, cells))
+
+
+async def _measure_memory(folder: Path, dtype: str, cells: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    from vertumnus.engine.model_config import Dtype, ModelConfig
+    from vertumnus.engine.step_memory import step_bytes
+
+    config = ModelConfig.from_folder(folder)
+    entries: list[dict[str, Any]] = []
+    for num_new, num_prefix in cells:
+        for degree in (1, 2):
+            num_blocks = -(-(num_new + num_prefix) // BLOCK_TOKENS)
+            pool = await _start(folder, dtype, num_ranks=2, num_slots=num_blocks)
+            try:
+                driver = _Driver(pool)
+                blocks = [(block * degree // num_blocks, block) for block in range(num_blocks)]
+                await driver.step(degree, [_request(0, 64, 0, blocks)])
+                if num_prefix:
+                    await driver.step(degree, [_request(0, num_prefix, 0, blocks, has_logits=False)])
+                pid = pool.roster.pids[0]
+                before_bytes = _reset_peak(pid)
+                await driver.step(degree, [_request(0, num_new + num_prefix, num_prefix, blocks, has_logits=False)])
+                written = config.kv_bytes_per_token(Dtype(dtype)) * num_new // degree
+                entries.append(
+                    {
+                        "new_tokens": num_new,
+                        "prefix_tokens": num_prefix,
+                        "degree": degree,
+                        "peak_bytes": _peak_bytes(pid) - before_bytes - written,
+                        "formula_bytes": step_bytes(config, Dtype(dtype), num_new, num_prefix, degree),
+                    }
+                )
+            finally:
+                await pool.close()
+    for entry in entries:
+        entry["over_formula"] = entry["peak_bytes"] / entry["formula_bytes"]
+    return entries
+
+
+def _reset_peak(pid: int) -> int:
+    """The process's resident bytes, from which its peak counts from now on."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    return _status_bytes(pid, "VmRSS")
+
+
+def _peak_bytes(pid: int) -> int:
+    return _status_bytes(pid, "VmHWM")
+
+
+def _status_bytes(pid: int, field: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise VertumnusError(f"the system does not tell {field} of a process")
 
 
 async def _start(folder: Path, dtype: str, *, num_ranks: int, num_slots: int) -> RankPool:
@@ -268,13 +331,14 @@ def _request(
     blocks: Sequence[Address],
     *,
     path: PrefixPath = PrefixPath.AUTO,
+    has_logits: bool = True,
 ) -> StepRequest:
     return StepRequest(
         request_id=request_id,
         token_ids=[(7 * position + request_id) % 32000 for position in range(num_prefix, num_tokens)],
         num_prefix_tokens=num_prefix,
         blocks=blocks[: -(-num_tokens // BLOCK_TOKENS)],
-        sampling=Sampling(),
+        sampling=Sampling() if has_logits else None,
         prefix_path=path,
     )
 
@@ -314,8 +378,10 @@ def _transformers(folder: Path, dtype: str, prompts: Sequence[int], num_rounds: 
     """The same prompts through transformers with sdpa attention, one thread, logits of the last position only."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     torch.set_num_threads(1)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     found: dict[int, list[float]] = {}
     with torch.inference_mode():

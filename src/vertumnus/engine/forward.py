@@ -15,8 +15,8 @@ from vertumnus.engine.rope import RotaryTable, apply_rotary
 from vertumnus.engine.stages import Stages
 from vertumnus.engine.weights import DenseMlp, LayerWeights, ModelWeights, MoeMlp
 
-_MLP_ROWS = 1024
-"""Rows that go through an MLP at once: its wide intermediate values stay in the cache and out of the peak memory."""
+MLP_ROWS = 1024
+"""Rows that go through an MLP at once: its wide intermediate values stay out of the peak memory."""
 
 
 class Attention(Protocol):
@@ -43,20 +43,32 @@ class Model:
         x_TE = functional.embedding(token_ids_T, self.weights.embedding)
         cos, sin = self._rotary(positions_T, x_TE.dtype)
         for layer, weights in enumerate(self.weights.layers):
-            normed_TE = self._norm(x_TE, weights.input_norm)
-            with stages.measure("projection"):
-                q_THD, k_TKD, v_TKD = self._project(normed_TE, weights, cos, sin)
-            attended_THD = attention.attend(layer, q_THD, k_TKD, v_TKD)
-            with stages.measure("projection"):
-                x_TE = torch.addmm(x_TE, attended_THD.flatten(1), weights.o_proj.t())
-            normed_TE = self._norm(x_TE, weights.post_attention_norm)
+            x_TE = self._attend(layer, weights, x_TE, cos, sin, attention, stages)
             with stages.measure("mlp"):
-                x_TE = x_TE.add_(self._mlp(normed_TE, weights.mlp))
+                for rows_ME in torch.split(x_TE, MLP_ROWS):
+                    rows_ME.add_(self._mlp(self._norm(rows_ME, weights.post_attention_norm), weights.mlp))
         return x_TE
 
     def logits(self, x_TE: Tensor) -> Tensor:
         """[T, V], float32."""
         return functional.linear(self._norm(x_TE, self.weights.final_norm), self.weights.lm_head).float()
+
+    def _attend(
+        self,
+        layer: int,
+        weights: LayerWeights,
+        x_TE: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: Attention,
+        stages: Stages,
+    ) -> Tensor:
+        """x + attention(norm(x)), a new tensor."""
+        with stages.measure("projection"):
+            q_THD, k_TKD, v_TKD = self._project(self._norm(x_TE, weights.input_norm), weights, cos, sin)
+        attended_THD = attention.attend(layer, q_THD, k_TKD, v_TKD)
+        with stages.measure("projection"):
+            return torch.addmm(x_TE, attended_THD.flatten(1), weights.o_proj.t())
 
     def _project(self, x_TE: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
@@ -73,12 +85,7 @@ class Model:
         return functional.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
     def _mlp(self, x_TE: Tensor, mlp: DenseMlp | MoeMlp) -> Tensor:
-        def run(rows_TE: Tensor) -> Tensor:
-            return self._dense(rows_TE, mlp) if isinstance(mlp, DenseMlp) else self._moe(rows_TE, mlp)
-
-        if x_TE.shape[0] <= _MLP_ROWS:
-            return run(x_TE)
-        return torch.cat([run(rows_TE) for rows_TE in torch.split(x_TE, _MLP_ROWS)])
+        return self._dense(x_TE, mlp) if isinstance(mlp, DenseMlp) else self._moe(x_TE, mlp)
 
     @staticmethod
     def _dense(x_TE: Tensor, mlp: DenseMlp) -> Tensor:
