@@ -63,8 +63,12 @@ class CpAttention:
         with self._stages.measure("attention"):
             if plan.degree > 1:
                 own = [self._attend_new(planned, part, q_THD, kv_R2KD) for planned, part in self._with(own)]
-            if returned is not None:
-                own = self._merge_returned(own, returned)
+        if returned is not None:
+            with self._stages.measure("wait"):
+                partial_CTHX = returned.wait()
+            with self._stages.measure("attention"):
+                own = self._merge_returned(own, partial_CTHX)
+        with self._stages.measure("attention"):
             out = [part.out for part in own if part is not None]
             return torch.cat(out) if len(out) > 1 else out[0] if out else torch.empty_like(q_THD)
 
@@ -179,8 +183,7 @@ class CpAttention:
         with self._stages.measure("gather"):
             return self._link.all_to_all(partial.view(self._plan.degree, pass_q.num_rows, num_heads, head_dim + 1))
 
-    def _merge_returned(self, own: list[Partial | None], returned: Pending) -> list[Partial | None]:
-        partial_CTHX = returned.wait()
+    def _merge_returned(self, own: list[Partial | None], partial_CTHX: Tensor) -> list[Partial | None]:
         start = 0
         merged: list[Partial | None] = []
         for planned, part in self._with(own):

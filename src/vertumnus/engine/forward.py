@@ -15,8 +15,8 @@ from vertumnus.engine.rope import RotaryTable, apply_rotary
 from vertumnus.engine.stages import Stages
 from vertumnus.engine.weights import DenseMlp, LayerWeights, ModelWeights, MoeMlp
 
-MLP_ROWS = 1024
-"""Rows that go through an MLP at once: its wide intermediate values stay out of the peak memory."""
+ROWS_AT_ONCE = 1024
+"""Rows that go through norms, projections and the MLP at once: what is wide stays small, in time and in memory."""
 
 
 class Attention(Protocol):
@@ -45,7 +45,7 @@ class Model:
         for layer, weights in enumerate(self.weights.layers):
             x_TE = self._attend(layer, weights, x_TE, cos, sin, attention, stages)
             with stages.measure("mlp"):
-                for rows_ME in torch.split(x_TE, MLP_ROWS):
+                for rows_ME in torch.split(x_TE, ROWS_AT_ONCE):
                     rows_ME.add_(self._mlp(self._norm(rows_ME, weights.post_attention_norm), weights.mlp))
         return x_TE
 
@@ -65,18 +65,23 @@ class Model:
     ) -> Tensor:
         """x + attention(norm(x)), a new tensor."""
         with stages.measure("projection"):
-            q_THD, k_TKD, v_TKD = self._project(self._norm(x_TE, weights.input_norm), weights, cos, sin)
+            q_THD, k_TKD, v_TKD = self._project(x_TE, weights, cos, sin)
         attended_THD = attention.attend(layer, q_THD, k_TKD, v_TKD)
         with stages.measure("projection"):
             return torch.addmm(x_TE, attended_THD.flatten(1), weights.o_proj.t())
 
     def _project(self, x_TE: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        shape_q = (x_TE.shape[0], config.num_heads, config.head_dim)
-        shape_kv = (x_TE.shape[0], config.num_kv_heads, config.head_dim)
-        q_THD = functional.linear(x_TE, weights.q_proj).view(shape_q)
-        k_TKD = functional.linear(x_TE, weights.k_proj).view(shape_kv)
-        v_TKD = functional.linear(x_TE, weights.v_proj).view(shape_kv)
+        num_rows = x_TE.shape[0]
+        q_THD = x_TE.new_empty((num_rows, config.num_heads, config.head_dim))
+        k_TKD = x_TE.new_empty((num_rows, config.num_kv_heads, config.head_dim))
+        v_TKD = torch.empty_like(k_TKD)
+        for start in range(0, num_rows, ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            normed_ME = self._norm(x_TE[rows], weights.input_norm)
+            torch.mm(normed_ME, weights.q_proj.t(), out=q_THD[rows].flatten(1))
+            torch.mm(normed_ME, weights.k_proj.t(), out=k_TKD[rows].flatten(1))
+            torch.mm(normed_ME, weights.v_proj.t(), out=v_TKD[rows].flatten(1))
         if weights.q_norm is not None and weights.k_norm is not None:
             q_THD, k_TKD = self._norm(q_THD, weights.q_norm), self._norm(k_TKD, weights.k_norm)
         return apply_rotary(q_THD, cos, sin), apply_rotary(k_TKD, cos, sin), v_TKD

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 
+_LONG_ROWS = 256
+"""From so many queries on, keys and queries are read so often that laying them out head by head pays."""
+
+
 class Partial(NamedTuple):
     """Attention over some of the keys: `out` [T, H, D] is normalised over those keys alone; `lse` [T, H], float32, is
     the natural logarithm of the sum of their exponentiated scores."""
@@ -31,12 +35,14 @@ class CpuFlash:
 
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, is_causal: bool, scale: float) -> Partial:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        k, v = _heads_first(k_SKD), _heads_first(v_SKD)
+        q, k, v = _heads_first(q_THD), _heads_first(k_SKD), _heads_first(v_SKD)
         if q_THD.shape[0] == 1:
             # The heads that share a key head stand as one run of queries, so that each key is read once for all.
             out, lse = flash(q_THD.view(1, k_SKD.shape[1], -1, q_THD.shape[2]), k, v, 0.0, False, scale=scale)
             return Partial(out.reshape(q_THD.shape), lse.reshape(1, -1))
-        out, lse = flash(_heads_first(q_THD), k, v, 0.0, is_causal, scale=scale)
+        if q_THD.shape[0] >= _LONG_ROWS:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, lse = flash(q, k, v, 0.0, is_causal, scale=scale)
         return Partial(out[0].transpose(0, 1), lse[0].transpose(0, 1))
 
 

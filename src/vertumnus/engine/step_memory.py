@@ -1,6 +1,6 @@
 """What a step takes beside weights and KV: grows linearly with its tokens, and not with the number of layers."""
 
-from vertumnus.engine.forward import MLP_ROWS
+from vertumnus.engine.forward import ROWS_AT_ONCE
 from vertumnus.engine.model_config import Dtype, ModelConfig
 
 
@@ -16,7 +16,7 @@ def step_bytes(config: ModelConfig, dtype: Dtype, num_new_tokens: int, num_prefi
 
     4*g*R are the new keys and values as gathered and as ordered; 2*g*P those of the prefix: read in order at degree 1,
     otherwise ordered, on their way for the next layer, and as sent. Short steps may peak in the MLP, which takes
-    `MLP_ROWS` rows at a time.
+    `ROWS_AT_ONCE` rows at a time.
     """
     hidden, mlp = config.hidden_size, config.intermediate_size
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -27,5 +27,5 @@ def step_bytes(config: ModelConfig, dtype: Dtype, num_new_tokens: int, num_prefi
         attention = rows * (hidden + 4 * query + 4 * key)
         attention += 4 * key * num_new_tokens if degree > 1 else 0
         attention += round(2 * key * num_prefix_tokens * (1 if degree == 1 else 2 + 1 / degree))
-    feeding = rows * hidden + min(rows, MLP_ROWS) * (2 * hidden + 3 * mlp)
+    feeding = rows * hidden + min(rows, ROWS_AT_ONCE) * (2 * hidden + 3 * mlp)
     return max(attention, feeding) * dtype.num_bytes
