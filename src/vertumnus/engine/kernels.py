@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-
 _LONG_ROWS = 256
 """From so many queries on, keys and queries are read so often that laying them out head by head pays."""
 
