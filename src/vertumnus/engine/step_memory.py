@@ -5,7 +5,7 @@ from vertumnus.engine.model_config import Dtype, ModelConfig
 
 
 def step_bytes(config: ModelConfig, dtype: Dtype, num_new_tokens: int, num_prefix_tokens: int, degree: int) -> int:
-    """Peak bytes of one rank's step of R new tokens behind P cached ones at degree C, pass-KV, logits left out.
+    """Estimated peak bytes of a rank's step of R new tokens behind P cached ones at degree C; pass-KV, no logits.
 
     With e bytes a number, T = ceil(R / C) rows of this rank, E the hidden size, h = H*D and g = K*D, the peak is in
     attention, where hidden state, queries, keys, values and their stacked copy are there at the same time, queries and
