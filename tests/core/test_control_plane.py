@@ -405,7 +405,8 @@ def test_a_drain_that_takes_too_long_gives_the_worker_back():
     assert driver.plane.transitions == []
 
 
-def test_what_a_split_leaves_at_the_other_child_is_fetched_on_first_use():
+def split_through_a_prompt():
+    """A pool whose worker was split: child 1 has the first six blocks of the prompt, child 2 the others."""
     pull = PullSettings(s_per_token=0.0001, latency_s=0.0)
     driver = Driver("1x2", controller=Towards("2x1"), pull=pull, holds_snapshots=True)
     prompt = request(0, prompt="same", input_tokens=105)
@@ -414,6 +415,11 @@ def test_what_a_split_leaves_at_the_other_child_is_fetched_on_first_use():
     confirm(driver, activated)
     driver.snapshot(1, (None, tuple(prompt.blocks[:6])))
     driver.snapshot(2, (prompt.blocks[5], tuple(prompt.blocks[6:])))
+    return driver, prompt
+
+
+def test_what_a_split_leaves_at_the_other_child_is_fetched_on_first_use():
+    driver, _ = split_through_a_prompt()
     actions = driver.arrive(7, prompt="same", input_tokens=105)
     copies = only(CopyBlocks, actions)
     (placed,) = placed_at(actions)
@@ -425,14 +431,7 @@ def test_what_a_split_leaves_at_the_other_child_is_fetched_on_first_use():
 
 
 def test_a_pending_block_that_was_computed_meanwhile_is_pending_no_more():
-    pull = PullSettings(s_per_token=0.0001, latency_s=0.0)
-    driver = Driver("1x2", controller=Towards("2x1"), pull=pull, holds_snapshots=True)
-    prompt = request(0, prompt="same", input_tokens=105)
-    driver.snapshot(0, (None, tuple(prompt.blocks)))
-    (activated,) = only(ActivateGroups, window_ends(driver))
-    confirm(driver, activated)
-    driver.snapshot(1, (None, tuple(prompt.blocks[:6])))
-    driver.snapshot(2, (prompt.blocks[5], tuple(prompt.blocks[6:])))
+    driver, prompt = split_through_a_prompt()
     lacking = {1: prompt.blocks[6:], 2: prompt.blocks[:6]}
     (heir,) = list(driver.plane._pending.workers())
     missing = lacking[heir]

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from vertumnus.core.cost import attention_pairs
+from vertumnus.engine.kv_memory import bytes_in
 from vertumnus.engine.messages import Refusal
+from vertumnus.engine.model_config import Dtype, ModelConfig
 from vertumnus.engine.pool import RankPool
 from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.engine.step import Address, PrefixPath, Sampling, Step, StepOutput, StepRequest
@@ -24,6 +26,8 @@ from vertumnus.errors import VertumnusError
 
 BLOCK_TOKENS = 64
 DECODE_CONTEXT_TOKENS = 256
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,8 @@ def run_decode(
 ) -> list[dict[str, Any]]:
     """Entries `model, streams, dtype, p50_s, tokens_per_s` of one-token steps behind 256 tokens of context."""
     found = asyncio.run(_measure_decode(folder, dtype, num_streams, num_steps))
+    fewest = min(found)
+    fewest_per_s = fewest / statistics.median(found[fewest])
     entries = []
     for streams, seconds in found.items():
         p50_s = statistics.median(seconds)
@@ -123,7 +129,7 @@ def run_decode(
                 "dtype": dtype,
                 "p50_s": p50_s,
                 "tokens_per_s": streams / p50_s,
-                "throughput_ratio": streams / p50_s * statistics.median(found[min(found)]) / min(found),
+                "throughput_ratio": streams / p50_s / fewest_per_s,
             }
         )
     return entries
@@ -224,18 +230,16 @@ def run_memory(
 
 
 async def _measure_memory(folder: Path, dtype: str, cells: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    from vertumnus.engine.model_config import Dtype, ModelConfig
     from vertumnus.engine.step_memory import step_bytes
 
     config = ModelConfig.from_folder(folder)
     entries: list[dict[str, Any]] = []
     for num_new, num_prefix in cells:
         for degree in (1, 2):
-            num_blocks = -(-(num_new + num_prefix) // BLOCK_TOKENS)
-            pool = await _start(folder, dtype, num_ranks=2, num_slots=num_blocks)
+            blocks = _laid(num_prefix, num_new, degree)
+            pool = await _start(folder, dtype, num_ranks=2, num_slots=len(blocks))
             try:
                 driver = _Driver(pool)
-                blocks = _laid(num_prefix, num_new, degree)
                 await driver.step(degree, [_request(0, 64, 0, blocks)])
                 if num_prefix:
                     await driver.step(degree, [_request(0, num_prefix, 0, blocks, has_logits=False)])
@@ -248,7 +252,7 @@ async def _measure_memory(folder: Path, dtype: str, cells: Sequence[tuple[int, i
                         "new_tokens": num_new,
                         "prefix_tokens": num_prefix,
                         "degree": degree,
-                        "peak_bytes": _peak_bytes(pid) - before_bytes - written,
+                        "peak_bytes": _status_bytes(pid, "VmHWM") - before_bytes - written,
                         "formula_bytes": step_bytes(config, Dtype(dtype), num_new, num_prefix, degree),
                     }
                 )
@@ -265,15 +269,11 @@ def _reset_peak(pid: int) -> int:
     return _status_bytes(pid, "VmRSS")
 
 
-def _peak_bytes(pid: int) -> int:
-    return _status_bytes(pid, "VmHWM")
-
-
 def _status_bytes(pid: int, field: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise VertumnusError(f"the system does not tell {field} of a process")
+    found = bytes_in(Path(f"/proc/{pid}/status"), field)
+    if found is None:
+        raise VertumnusError(f"the system does not tell {field} of a process")
+    return found
 
 
 async def _start(folder: Path, dtype: str, *, num_ranks: int, num_slots: int) -> RankPool:
@@ -313,10 +313,7 @@ class _Driver:
             self._degree = degree
         self._step_id += 1
         step = Step(step_id=self._step_id, first_rank=0, degree=degree, epoch=self._epoch, requests=requests)
-        outputs = await self._pool.step(step)
-        _accepted(outputs)
-        assert not isinstance(outputs, Refusal)
-        return outputs
+        return _accepted(await self._pool.step(step))
 
 
 def _laid(num_prefix: int, num_new: int, degree: int) -> list[Address]:
@@ -328,9 +325,10 @@ def _laid(num_prefix: int, num_new: int, degree: int) -> list[Address]:
     return [(rank, slot) for slot, rank in enumerate(ranks)]
 
 
-def _accepted(answer: object) -> None:
+def _accepted(answer: Answer | Refusal) -> Answer:
     if isinstance(answer, Refusal):
         raise VertumnusError(f"rank {answer.rank} refuses: {answer.detail}")
+    return answer
 
 
 def _request(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from vertumnus.engine.errors import RankLost
+from vertumnus.engine.kv_memory import bytes_in
 from vertumnus.engine.messages import Refusal
 from vertumnus.engine.pool import RankBack, RankPool
 from vertumnus.engine.pool_config import PoolConfig
@@ -168,7 +169,4 @@ def _summary(times: list[tuple[float, float]]) -> dict[str, float]:
 
 def _proportional_bytes(pid: int) -> int:
     """Memory of a process, shared pages counted by the share."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    return bytes_in(Path(f"/proc/{pid}/smaps_rollup"), "Pss") or 0

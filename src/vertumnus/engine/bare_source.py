@@ -1,10 +1,9 @@
 """Ranks without a model: all of the machinery of a pool, and steps in which nothing is computed."""
 
-import time
-
 from vertumnus.engine.collectives import GroupLink
 from vertumnus.engine.kv_memory import KvMemory
-from vertumnus.engine.step import Step, StepOutput, StepTimings
+from vertumnus.engine.stages import Stages
+from vertumnus.engine.step import Step, StepOutput
 
 
 class BareSource:
@@ -28,23 +27,13 @@ class BareStepper:
         return None
 
     def run(self, step: Step, link: GroupLink) -> StepOutput:
-        start_s = time.perf_counter()
-        received_bytes = link.traffic.received_bytes
-        timings = StepTimings(
-            total_s=time.perf_counter() - start_s,
-            gather_s=0.0,
-            attention_s=0.0,
-            mlp_s=0.0,
-            projection_s=0.0,
-            wait_s=0.0,
-        )
         return StepOutput(
             step_id=step.step_id,
             rank=self._rank,
             epoch=step.epoch,
             outputs=(),
-            timings=timings,
-            received_bytes=received_bytes,
+            timings=Stages().timings(),
+            received_bytes=link.received_bytes,
         )
 
 

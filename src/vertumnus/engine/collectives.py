@@ -4,8 +4,6 @@ A `GroupLink` is one rank's end of one group. Every member calls the same method
 same shapes; each returns at once with a `Pending` whose `wait` gives the result, so that work goes on in between.
 """
 
-import time
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,14 +24,6 @@ class Pending(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What a link has received from other ranks, and how long its rank waited for them."""
-
-    received_bytes: int = 0
-    wait_s: float = 0.0
-
-
 class GroupLink:
     """One rank's end of a group of `degree` ranks; it is number `index` in it, counted from the group's first rank.
 
@@ -44,7 +34,8 @@ class GroupLink:
     def __init__(self, index: int, degree: int, process_group: Any = None, *, is_staged: bool = False) -> None:
         self.index = index
         self.degree = degree
-        self.traffic = Traffic()
+        self.received_bytes = 0
+        """From other ranks, so far."""
         self._group = process_group
         self._is_staged = is_staged
 
@@ -71,12 +62,12 @@ class GroupLink:
         return tensor.cpu() if self._is_staged else tensor
 
     def _start(self, send: Any, received: Tensor, sent: Tensor, device: torch.device) -> Pending:
-        self.traffic.received_bytes += received.nbytes * (self.degree - 1) // self.degree
+        self.received_bytes += received.nbytes * (self.degree - 1) // self.degree
         try:
             work = send()
         except RuntimeError as error:
             raise GroupBroken(str(error)) from error
-        return _Exchange(work, received, sent, device, self.traffic)
+        return _Exchange(work, received, sent, device)
 
 
 class _Here:
@@ -92,21 +83,17 @@ class _Here:
 
 
 class _Exchange:
-    __slots__ = ("_device", "_received", "_sent", "_traffic", "_work")
+    __slots__ = ("_device", "_received", "_sent", "_work")
 
-    def __init__(self, work: Any, received: Tensor, sent: Tensor, device: torch.device, traffic: Traffic) -> None:
+    def __init__(self, work: Any, received: Tensor, sent: Tensor, device: torch.device) -> None:
         self._work = work
         self._received = received
         self._sent = sent  # must outlive the exchange
         self._device = device
-        self._traffic = traffic
 
     def wait(self) -> Tensor:
-        start_s = time.perf_counter()
         try:
             self._work.wait()
         except RuntimeError as error:
             raise GroupBroken(str(error)) from error
-        finally:
-            self._traffic.wait_s += time.perf_counter() - start_s
         return self._received.to(self._device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vertumnus.engine.collectives import GroupLink, Pending
-from vertumnus.engine.kernels import AttentionKernel, Partial, merge
+from vertumnus.engine.kernels import AttentionKernel, Partial, concatenate, merge
 from vertumnus.engine.kv_store import KvStore
 from vertumnus.engine.stages import Stages
 from vertumnus.engine.step import PrefixPath
@@ -89,7 +89,7 @@ class CpAttention:
             self._kernel.attend(q[tail], k[head], v[head], is_causal=False, scale=self._scale),
             self._kernel.attend(q[tail], k[tail], v[tail], is_causal=True, scale=self._scale),
         )
-        return Partial(torch.cat((of_head.out, of_tail.out)), torch.cat((of_head.lse, of_tail.lse)))
+        return concatenate(of_head, of_tail)
 
     def _attend_new(self, planned: RequestPlan, part: Partial | None, q: Tensor, kv_R2KD: Tensor) -> Partial | None:
         """Adds the new keys of other ranks: those before the head, and those between head and tail."""
@@ -101,19 +101,16 @@ class CpAttention:
             part = merge(part, self._over(q_own, kv_R2KD[first : first + taken.head_start]))
         if taken.num_tail and taken.tail_start > taken.head_end:
             between = kv_R2KD[first + taken.head_end : first + taken.tail_start]
+            of_head = Partial(part.out[: taken.num_head], part.lse[: taken.num_head])
             of_tail = Partial(part.out[taken.num_head :], part.lse[taken.num_head :])
-            of_tail = merge(of_tail, self._over(q_own[taken.num_head :], between))
-            part = Partial(
-                torch.cat((part.out[: taken.num_head], of_tail.out)),
-                torch.cat((part.lse[: taken.num_head], of_tail.lse)),
-            )
+            part = concatenate(of_head, merge(of_tail, self._over(q_own[taken.num_head :], between)))
         return part
 
     def _attend_prefix(self, planned: RequestPlan, part: Partial | None, q: Tensor, kv_NB2KD: Tensor) -> Partial | None:
         num_tokens = planned.request.num_prefix_tokens
         if part is None or not num_tokens or planned.path is not PrefixPath.PASS_KV:
             return part
-        num_blocks = -(-num_tokens // self._store.block_tokens)
+        num_blocks = len(planned.request.prefix_blocks(self._store.block_tokens))
         blocks = kv_NB2KD[planned.prefix_start_block : planned.prefix_start_block + num_blocks]
         prefix_S2KD = blocks.flatten(0, 1)[:num_tokens]
         return merge(part, self._over(q[planned.local_start : planned.local_end], prefix_S2KD))

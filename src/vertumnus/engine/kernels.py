@@ -77,6 +77,11 @@ def merge(first: Partial, second: Partial) -> Partial:
     return Partial(torch.lerp(first.out, second.out, share), torch.logaddexp(first.lse, second.lse))
 
 
+def concatenate(first: Partial, second: Partial) -> Partial:
+    """The attention of two runs of queries, one behind the other."""
+    return Partial(torch.cat((first.out, second.out)), torch.cat((first.lse, second.lse)))
+
+
 def _heads_first(x_THD: Tensor) -> Tensor:
     """[T, H, D] -> [1, H, T, D], a view."""
     return x_THD.transpose(0, 1).unsqueeze(0)

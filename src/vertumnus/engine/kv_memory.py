@@ -6,6 +6,7 @@ of them, however they end.
 
 import mmap
 import os
+from functools import cache
 from pathlib import Path
 
 from vertumnus.engine.errors import CopyFailed
@@ -79,6 +80,7 @@ class MappedMemory:
         self._map.close()
 
 
+@cache
 def host_id() -> str:
     """Equal for two processes exactly if one can open the other's descriptors by its pid."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -88,11 +90,15 @@ def host_id() -> str:
 def available_bytes() -> int | None:
     """What the host could still give, by its own account; None where it gives none."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return bytes_in(Path("/proc/meminfo"), "MemAvailable")
     except OSError:
         return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
+
+
+def bytes_in(path: Path, field: str) -> int | None:
+    """What a file of the kernel says in kB behind `field`; None where it says nothing. Raises OSError."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
 

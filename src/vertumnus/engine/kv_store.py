@@ -25,7 +25,6 @@ class KvStore:
         self.num_slots = num_slots
         self.num_layers = num_layers
         self.block_tokens = block_tokens
-        self.block_bytes = num_elements // num_slots * memory.element_size()
         self.blocks = memory[:num_elements].view(shape)
         self._rows = memory[:num_elements].view(num_slots * num_layers, block_tokens, 2, num_kv_heads, head_dim)
         self._cells = memory[:num_elements].view(num_slots * num_layers * block_tokens, 2, num_kv_heads, head_dim)

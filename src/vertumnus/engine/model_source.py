@@ -20,8 +20,7 @@ class ModelSource:
         self._dtype = torch_dtype(dtype)
         self._config = config
         self.block_tokens = block_tokens
-        num_elements = config.num_layers * block_tokens * 2 * config.num_kv_heads * config.head_dim
-        self.block_bytes = num_elements * self._dtype.itemsize
+        self.block_bytes = block_tokens * config.kv_bytes_per_token(dtype)
 
     def stepper(self, rank: int, memory: KvMemory) -> ModelStepper:
         """Steps over a view of the rank's own memory."""

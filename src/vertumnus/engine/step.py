@@ -79,6 +79,10 @@ class StepRequest:
         """P + R."""
         return self.num_prefix_tokens + len(self.token_ids)
 
+    def prefix_blocks(self, block_tokens: int) -> Sequence[Address]:
+        """The blocks that the prefix reaches into; the last may be filled in part, and written on by the step."""
+        return self.blocks[: -(-self.num_prefix_tokens // block_tokens)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:

@@ -65,7 +65,6 @@ class PassQPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    index: int
     degree: int
     requests: Sequence[RequestPlan]
     token_ids: Tensor
@@ -91,10 +90,6 @@ class StepPlan:
     """(request, local row) of the last new positions that this rank computes."""
 
     @property
-    def num_local(self) -> int:
-        return int(self.token_ids.numel())
-
-    @property
     def is_decode(self) -> bool:
         """One new token for each request, all on this rank."""
         return self.degree == 1 and all(planned.request.num_new_tokens == 1 for planned in self.requests)
@@ -118,8 +113,8 @@ def choose_path(
         return PrefixPath.PASS_KV
     if request.prefix_path is not PrefixPath.AUTO:
         return request.prefix_path
-    num_blocks = -(-request.num_prefix_tokens // block_tokens)
-    on_member = np.bincount([rank - first_rank for rank, _ in request.blocks[:num_blocks]], minlength=degree)
+    members = [rank - first_rank for rank, _ in request.prefix_blocks(block_tokens)]
+    on_member = np.bincount(members, minlength=degree)
     held_tokens = int(on_member.max()) * block_tokens
     per_rank = max(share(request.num_new_tokens, degree, member).num_tokens for member in range(degree))
     key_bytes = shape.num_kv_heads * shape.head_dim * shape.element_bytes
@@ -146,7 +141,7 @@ def plan_step(
     new_rows: list[np.ndarray] = []
     sent_rows = [member * num_exchanged for member in range(degree)]
     sampled: list[tuple[int, int]] = []
-    new_start = prefix_start = 0
+    local_start = new_start = prefix_start = 0
     for number, (request, of_request, path) in enumerate(zip(step.requests, shares, paths, strict=True)):
         mine = of_request[index]
         ids = np.asarray(request.token_ids, dtype=np.int64)
@@ -157,7 +152,6 @@ def plan_step(
             rows[taken.head_start : taken.head_end] = np.arange(start, start + taken.num_head)
             rows[taken.tail_start : taken.tail_end] = np.arange(start + taken.num_head, start + taken.num_tokens)
             sent_rows[member] += taken.num_tokens
-        local_start = sum(plan.share.num_tokens for plan in planned)
         if owner_of_last(request.num_new_tokens, degree) == index:
             # The last position is the end of the tail, or of the head where there is no tail.
             sampled.append((number, local_start + mine.num_tokens - 1))
@@ -174,13 +168,13 @@ def plan_step(
                 prefix_start_block=prefix_start,
             )
         )
+        local_start += mine.num_tokens
         new_start += request.num_new_tokens
         if path is PrefixPath.PASS_KV:
-            prefix_start += -(-request.num_prefix_tokens // block_tokens)
+            prefix_start += len(request.prefix_blocks(block_tokens))
 
     prefix_slots, num_prefix_slots, prefix_blocks = _plan_gather(planned, degree, first_rank, index, block_tokens)
     return StepPlan(
-        index=index,
         degree=degree,
         requests=planned,
         token_ids=_tensor(token_ids, device),
@@ -191,7 +185,7 @@ def plan_step(
         prefix_slots=_tensor([prefix_slots], device),
         num_prefix_slots=num_prefix_slots,
         prefix_blocks=_tensor([prefix_blocks], device),
-        pass_q=_plan_pass_q(planned, shares, rank, index, block_tokens, device),
+        pass_q=_plan_pass_q(planned, shares, rank, block_tokens, device),
         sampled=sampled,
     )
 
@@ -204,7 +198,7 @@ def _plan_gather(
         address
         for plan in planned
         if plan.path is PrefixPath.PASS_KV
-        for address in plan.request.blocks[: -(-plan.request.num_prefix_tokens // block_tokens)]
+        for address in plan.request.prefix_blocks(block_tokens)
     ]
     if not addresses:
         return np.empty(0, dtype=np.int64), 0, np.empty(0, dtype=np.int64)
@@ -243,7 +237,6 @@ def _plan_pass_q(
     planned: Sequence[RequestPlan],
     shares: Sequence[Sequence[Share]],
     rank: int,
-    index: int,
     block_tokens: int,
     device: torch.device,
 ) -> PassQPlan | None:
@@ -261,8 +254,8 @@ def _plan_pass_q(
         queries = [np.arange(sent[m], sent[m] + shares[number][m].num_tokens) for m in range(degree)]
         for member in range(degree):
             sent[member] += shares[number][member].num_tokens
-        num_blocks = -(-request.num_prefix_tokens // block_tokens)
-        mine = [(block, slot) for block, (holder, slot) in enumerate(request.blocks[:num_blocks]) if holder == rank]
+        prefix = request.prefix_blocks(block_tokens)
+        mine = [(block, slot) for block, (holder, slot) in enumerate(prefix) if holder == rank]
         # Only the prefix's last block may be partly filled; it comes last here too.
         num_tokens = sum(min(block_tokens, request.num_prefix_tokens - block * block_tokens) for block, _ in mine)
         slots = np.asarray([slot for _, slot in mine], dtype=np.int64)

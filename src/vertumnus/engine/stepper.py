@@ -2,7 +2,7 @@
 
 import torch
 
-from vertumnus.engine.collectives import GroupLink, Traffic
+from vertumnus.engine.collectives import GroupLink
 from vertumnus.engine.cp_attention import CpAttention, DecodeAttention
 from vertumnus.engine.forward import Model
 from vertumnus.engine.kernels import kernel_for
@@ -54,7 +54,7 @@ class ModelStepper:
     def run(self, step: Step, link: GroupLink) -> StepOutput:
         """One forward pass together with the other members of the group. Raises GroupBroken if one is gone."""
         stages = Stages()
-        link.traffic = Traffic()
+        received_before_bytes = link.received_bytes
         store, model = self._store, self._model
         plan = plan_step(step, self._rank, store.block_tokens, self._shape, self._costs, store.device)
         attention: CpAttention | DecodeAttention
@@ -71,7 +71,7 @@ class ModelStepper:
             epoch=step.epoch,
             outputs=outputs,
             timings=stages.timings(),
-            received_bytes=link.traffic.received_bytes,
+            received_bytes=link.received_bytes - received_before_bytes,
             num_pass_q=sum(planned.path is PrefixPath.PASS_Q for planned in plan.requests),
             logits_of=logits_of,
             logits=logits,
@@ -98,12 +98,13 @@ class ModelStepper:
 
     def _all_logits(self, plan: StepPlan, x_TE: torch.Tensor) -> tuple[list[tuple[int, int]], bytes]:
         chosen = [planned for planned in plan.requests if planned.request.has_all_logits]
-        rows = [row for planned in chosen for row in range(planned.local_start, planned.local_end)]
-        if not rows:
-            return [], b""
-        of = [
-            (planned.request.request_id, int(plan.positions[row]))
+        of_rows = {
+            row: planned.request.request_id
             for planned in chosen
             for row in range(planned.local_start, planned.local_end)
-        ]
+        }
+        if not of_rows:
+            return [], b""
+        rows = list(of_rows)
+        of = list(zip(of_rows.values(), plan.positions[rows].tolist(), strict=True))
         return of, self._model.logits(x_TE[rows]).cpu().numpy().tobytes()

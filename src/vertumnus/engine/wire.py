@@ -46,9 +46,7 @@ class Connection:
 
     def send(self, call_id: int, message: Message) -> None:
         """Raises OSError if the other end is gone, WireError if the message cannot be sent at all."""
-        data = frame(call_id, message)
-        with self._send_lock:
-            self._socket.sendall(data)
+        self.send_raw(frame(call_id, message))
 
     def send_raw(self, data: memoryview | bytes) -> None:
         """Bytes that belong to no frame."""

@@ -21,6 +21,8 @@ from vertumnus.errors import InvariantError
 ROOT = 0
 HASH_BYTES = 16
 _HASH_TYPE = f"V{HASH_BYTES}"
+_FIRST_DEMAND_COLUMN = 7
+"""Six columns for a row's place and holders and one for its time come before them."""
 
 _PAIR = Struct("<2Q")
 _FIRST_READ_AHEAD_BLOCKS = 8
@@ -68,7 +70,7 @@ class NodeTable:
         self.words = Column(np.zeros(2 * capacity, dtype=np.uint64))
         """Two words of hash per row, low half first."""
         self.hash_bytes: memoryview[int] = self.words.cells.cast("B")
-        self._cells = np.zeros((6 + 1 + 2 * num_degrees, capacity), dtype=np.int32)
+        self._cells = np.zeros((_FIRST_DEMAND_COLUMN + 2 * num_degrees, capacity), dtype=np.int32)
         """All other columns; those after the sixth as 32-bit floats."""
         places = [Column(row) for row in self._cells[:6]]
         self.parent, self.depth, self.first_child, self.next_sibling, self.previous_sibling, self.holder_set = places
@@ -313,7 +315,7 @@ class NodeTable:
             self._forget_old([node for node, row in zip(dead, young, strict=True) if not row])
         words[places] = 0
         if self.has_demand:
-            self._cells[7:, places] = 0
+            self._cells[_FIRST_DEMAND_COLUMN:, places] = 0
         self._free.extend(dead)
         self.num_nodes -= len(dead)
 
