@@ -27,6 +27,8 @@ BELOW = {
     "workload": {"workload", "core", "errors"},
     "sim": {"sim", "workload", "core", "errors"},
     "engine": {"engine", "errors"},
+    "serve": {"serve", "engine", "core", "errors"},
+    "replay": {"replay", "workload", "core", "errors"},
 }
 
 
