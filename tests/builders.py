@@ -49,19 +49,25 @@ def chain(*labels: object, below: bytes | None = None) -> list[bytes]:
 
 
 def request(
-    request_id: int = 0, *, arrival_s: float = 0.0, input_tokens: int = 100, prompt: object = None
+    request_id: int = 0,
+    *,
+    arrival_s: float = 0.0,
+    input_tokens: int = 100,
+    prompt: object = None,
+    priority: int = 0,
 ) -> PrefillRequest:
     """A request whose full blocks follow from `prompt` (default: the id); different prompts share none."""
     label = ("request", request_id) if prompt is None else prompt
     blocks = chain(*[(label, position) for position in range(input_tokens // BLOCK_TOKENS)])
-    return PrefillRequest(request_id, arrival_s, input_tokens, blocks)
+    return PrefillRequest(request_id, arrival_s, input_tokens, blocks, priority)
 
 
-def queued(request_id: int, *, arrival_s: float = 0.0, service_s: float = 1.0, **changes: Any) -> QueuedRequest:
+def queued(
+    request_id: int, *, arrival_s: float = 0.0, service_s: float = 1.0, priority: int = 0, **changes: Any
+) -> QueuedRequest:
     """A request as it waits in a worker's queue."""
-    return QueuedRequest(
-        request=request(request_id, arrival_s=arrival_s), prefix_tokens=0, service_s=service_s, **changes
-    )
+    prompt = request(request_id, arrival_s=arrival_s, priority=priority)
+    return QueuedRequest(request=prompt, prefix_tokens=0, service_s=service_s, **changes)
 
 
 def view(
@@ -224,6 +230,7 @@ def control_plane(
     controller: Controller | None = None,
     cost_model: CostModel = COST_MODEL,
     blocks_per_rank: int = 100,
+    epoch: int = 0,
     **settings: Any,
 ) -> ObservedControlPlane:
     """A control plane that checks itself. FIFO unless said otherwise."""
@@ -235,6 +242,7 @@ def control_plane(
         cost_model=cost_model,
         policy=make_policy(policy) if isinstance(policy, str) else policy,
         controller=controller,
+        epoch=epoch,
         settings=ControlPlaneSettings(
             block_tokens=BLOCK_TOKENS,
             blocks_per_rank=blocks_per_rank,

@@ -14,6 +14,8 @@ from vertumnus.core.events import (
     Action,
     ActivateGroups,
     CloseWorker,
+    CompositionRequested,
+    ControllerPaused,
     CopyBlocks,
     CopyEnded,
     DropRequest,
@@ -544,3 +546,51 @@ def test_the_index_forgets_a_worker_that_is_gone_and_ignores_its_late_reports():
 def test_a_bad_setting_is_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=f"{field} is .*accepted"):
         ControlPlaneSettings(**({"block_tokens": 10, "blocks_per_rank": 5} | {field: value}))
+
+
+# An operator's hand
+
+
+def test_a_request_that_does_not_fit_beside_those_that_have_begun_waits_for_them():
+    """Each takes 10 blocks of 15: begun both, neither could ever end."""
+    driver = Driver("1x1", step_tokens=50, blocks_per_rank=15, discipline=Discipline.SHORTEST)
+    assert started(driver.arrive(0)) == [(0, [0])]
+    driver.arrive(1, input_tokens=40)  # shorter than what is left of the first, and room for it
+    driver.arrive(2, input_tokens=100)
+    steps = [[0]]
+    while steps[-1]:
+        steps.append([request_id for _, requests in started(driver.finish(0)) for request_id in requests])
+    assert sorted({request_id for step in steps for request_id in step}) == [0, 1, 2]
+    first_of_2 = next(number for number, step in enumerate(steps) if 2 in step)
+    assert all(0 not in step for step in steps[first_of_2:])
+
+
+def test_an_operators_composition_is_carried_out_and_pauses_the_controller():
+    driver = Driver("2x1", controller=Towards("2x1"))
+    actions = driver.tell(CompositionRequested(Composition.parse("1x2")))
+    assert [str(group.degree) for each in only(ActivateGroups, actions) for group in each.groups] == ["2"]
+    epoch = only(ActivateGroups, actions)[0].epoch
+    for rank in (0, 1):
+        driver.tell(RankConfirmed(rank, epoch))
+    assert str(driver.plane.composition) == "1x2"
+    assert driver.plane.is_controller_paused
+    driver.tell(TimerFired(), 60.0)
+    assert driver.plane.target is None, "the paused controller was not asked"
+    driver.tell(ControllerPaused(False))
+    actions = driver.tell(TimerFired(), 120.0)
+    assert only(ActivateGroups, actions), "resumed, it starts from what it finds"
+
+
+def test_without_a_controller_an_operator_still_decides():
+    driver = Driver("2x1")
+    assert driver.plane.next_timer_s() is None
+    actions = driver.tell(CompositionRequested(Composition.parse("1x2")), 3.0)
+    assert only(ActivateGroups, actions)
+    driver.tell(TimerFired(), 23.0)
+    assert str(driver.plane.composition) == "1x2"
+
+
+def test_epochs_go_on_from_the_one_that_the_groups_are_active_under():
+    driver = Driver("2x1", epoch=7)
+    assert {worker.epoch for worker in driver.plane.workers.all()} == {7}
+    assert only(ActivateGroups, driver.tell(CompositionRequested(Composition.parse("1x2"))))[0].epoch == 8

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.builders import queued
+from tests.builders import queued, request
 
 from vertumnus.core.queueing import Discipline, WorkerQueue
 
@@ -55,17 +55,29 @@ def test_without_ageing_weight_shortest_is_fifo():
     assert drain(queue_of(Discipline.SHORTEST, [(0.0, 9.0), (1.0, 1.0)], ageing=0.0)) == [0, 1]
 
 
-@given(DISCIPLINES, ARRIVALS, st.integers(0, 60).map(float), st.integers(0, 8).map(float))
-def test_the_predicted_wait_is_the_work_that_would_really_be_served_before(discipline, arrivals, arrival_s, service_s):
-    queue = queue_of(discipline, arrivals)
-    ahead_s, num_behind = queue.ahead(arrival_s, service_s)
+@given(
+    DISCIPLINES,
+    st.lists(st.tuples(st.integers(0, 50).map(float), st.integers(0, 8).map(float), st.integers(-2, 2)), max_size=12),
+    st.integers(0, 60).map(float),
+    st.integers(0, 8).map(float),
+    st.integers(-2, 2),
+)
+def test_the_predicted_wait_is_the_work_that_would_really_be_served_before(
+    discipline, waiting, arrival_s, service_s, priority
+):
+    queue = WorkerQueue(discipline, AGEING)
+    waiting = sorted(waiting)
+    for number, (other_s, others_service_s, others_priority) in enumerate(waiting):
+        queue.push(queued(number, arrival_s=other_s, service_s=others_service_s, priority=others_priority))
     newcomer = 1000
-    queue.push(queued(newcomer, arrival_s=arrival_s, service_s=service_s))
+    ahead_s, num_behind = queue.ahead(request(newcomer, arrival_s=arrival_s, priority=priority), service_s)
+    queue.push(queued(newcomer, arrival_s=arrival_s, service_s=service_s, priority=priority))
     served = drain(queue)
     position = served.index(newcomer)
-    by_id = sorted(arrivals)
-    assert ahead_s == pytest.approx(sum(by_id[request_id][1] for request_id in served[:position]))
+    assert ahead_s == pytest.approx(sum(waiting[request_id][1] for request_id in served[:position]))
     assert num_behind == len(served) - position - 1
+    priorities = [priority if each == newcomer else waiting[each][2] for each in served]
+    assert priorities == sorted(priorities), "a smaller priority goes first, whatever the discipline"
 
 
 @given(DISCIPLINES, st.lists(st.tuples(st.sampled_from(["push", "pop", "remove", "back", "clear"]), st.integers(0, 9))))
@@ -98,6 +110,27 @@ def test_a_request_whose_chunk_has_run_goes_on_before_all_others_under_fifo():
     queue = queue_of(Discipline.FIFO, [(0.0, 1.0), (1.0, 1.0)])
     queue.push_back(queued(7, arrival_s=5.0, service_s=3.0, started=True))
     assert drain(queue) == [7, 0, 1]
+
+
+def test_a_request_whose_chunk_has_run_lets_those_of_a_smaller_priority_pass():
+    queue = WorkerQueue(Discipline.FIFO, AGEING)
+    queue.push(queued(0))
+    queue.push(queued(1, priority=-1))
+    queue.push_back(queued(2, started=True))
+    assert drain(queue) == [1, 2, 0]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=10))
+def test_where_there_is_no_room_only_what_has_begun_goes_on(waiting):
+    """And one that finds no room is not passed by others that would."""
+    queue = WorkerQueue(Discipline.SHORTEST, AGEING)
+    for number, (started, _) in enumerate(waiting):
+        queue.push(queued(number, arrival_s=float(number), started=started))
+    served = []
+    while (item := queue.pop_ready(lambda request: waiting[request.request_id][1])) is not None:
+        served.append(item.request.request_id)
+    blocked = next((number for number, (started, fits) in enumerate(waiting) if not (started or fits)), len(waiting))
+    assert served == [number for number, (started, _) in enumerate(waiting) if started or number < blocked]
 
 
 def test_a_request_that_awaits_a_copy_lets_others_pass_and_keeps_its_place():

@@ -20,13 +20,15 @@ from vertumnus.core.composition import (
     RankGroup,
     Topology,
 )
-from vertumnus.core.controller import Controller
+from vertumnus.core.controller import Controller, HoldingController
 from vertumnus.core.copies import CopyLedger
 from vertumnus.core.cost import CostModel, DegreeCosts, FloatArray, chunked_prefill_s
 from vertumnus.core.events import (
     Action,
     ActivateGroups,
     CloseWorker,
+    CompositionRequested,
+    ControllerPaused,
     CopyBlocks,
     CopyEnded,
     CopyReason,
@@ -112,13 +114,15 @@ class ControlPlane:
         policy: PlacementPolicy,
         settings: ControlPlaneSettings,
         controller: Controller | None = None,
+        epoch: int = 0,
     ) -> None:
+        """`epoch`: under which the groups of `layout` are active already."""
         self.settings = settings
         self.cost_model = cost_model
         self.policy = policy
         self.transitions: list[Transition] = []
         self._reconfiguration = Reconfiguration(
-            layout, topology, degrees=cost_model.degrees, settings=settings.reconfiguration
+            layout, topology, degrees=cost_model.degrees, settings=settings.reconfiguration, epoch=epoch
         )
         self._replicator = Replicator(settings.replication, settings.scan_interval_s) if settings.replication else None
         self._pending = PendingBlocks()
@@ -134,6 +138,8 @@ class ControlPlane:
         self._location: dict[int, int] = {}
         self._cancelled: set[int] = set()
         self._next_worker_id = 0
+        self._has_priorities = False
+        """Whether any request has come with a priority: only then FIFO has to look who would go first."""
         self._steering = self._make_steering(controller) if controller is not None else None
         self._handlers: dict[type, Callable[[Any, float], list[Action]]] = {
             RequestArrived: self._on_arrival,
@@ -148,6 +154,8 @@ class ControlPlane:
             RankConfirmed: self._on_rank_confirmed,
             RankFailed: self._on_rank_failed,
             RankRecovered: self._on_rank_recovered,
+            CompositionRequested: self._on_composition_requested,
+            ControllerPaused: self._on_controller_paused,
             TimerFired: self._on_timer,
         }
 
@@ -210,6 +218,25 @@ class ControlPlane:
         return Composition.of_layout(self._reconfiguration.planned_layout)
 
     @property
+    def target(self) -> Composition | None:
+        """The composition that the pool is on its way to; None if it is where it should be."""
+        return self._steering.target if self._steering is not None else None
+
+    @property
+    def is_controller_paused(self) -> bool:
+        return self._steering is not None and self._steering.is_paused
+
+    @property
+    def lost_ranks(self) -> frozenset[int]:
+        """The ranks out of service, because they failed or did not confirm an epoch in time."""
+        return self._reconfiguration.lost_ranks
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch that was given out."""
+        return self._reconfiguration.epoch
+
+    @property
     def num_waiting(self) -> int:
         """Requests that no worker could take yet."""
         return len(self._waiting)
@@ -221,6 +248,8 @@ class ControlPlane:
 
     def _admit(self, request: PrefillRequest, now_s: float, is_redirected: bool) -> list[Action]:
         """Places a request and reserves its work at once; without a candidate it waits for the pool or is rejected."""
+        if request.priority:
+            self._has_priorities = True
         reason = self._reason_to_reject(request)
         if reason is not None:
             return [RequestRejected(request.request_id, reason)]
@@ -323,16 +352,16 @@ class ControlPlane:
         self, request: PrefillRequest, service: FloatArray, remaining: FloatArray, outstanding: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
         """(what the request would wait, what longer queued requests would wait for it), per candidate."""
-        if self.settings.discipline is Discipline.FIFO:
+        if self.settings.discipline is Discipline.FIFO and not self._has_priorities:
             return outstanding, np.zeros(len(outstanding))
         wait = remaining.copy()
         delay = np.zeros(len(wait))
         if self._workers.queued_rows:
             seconds = service.tolist()
-            active, arrival_s = self._workers.active, request.arrival_s
+            active = self._workers.active
             for row in self._workers.queued_rows:
                 service_s = seconds[row]
-                ahead_s, num_behind = active[row].queue.ahead(arrival_s, service_s)
+                ahead_s, num_behind = active[row].queue.ahead(request, service_s)
                 wait[row] += ahead_s
                 delay[row] = num_behind * service_s
         if self.settings.step_tokens is not None:
@@ -343,13 +372,12 @@ class ControlPlane:
         self, request: PrefillRequest, service: FloatArray, wait: FloatArray, delay: FloatArray
     ) -> None:
         """What a running request has left after this step queues again, before or after the new one."""
-        ageing = self.settings.ageing
         for row, worker in enumerate(self._workers.active):
             if not worker.later_s:
                 continue
             cut = worker.running[-1].queued.request  # a step cuts its last request at most
             service_s = float(service[row])
-            if cut.arrival_s + ageing * worker.later_s <= request.arrival_s + ageing * service_s:
+            if worker.queue.serves_first(cut, worker.later_s, request, service_s):
                 wait[row] += worker.later_s
             else:
                 delay[row] += service_s
@@ -384,7 +412,8 @@ class ControlPlane:
         budget = self.settings.step_tokens
         items: list[StepItem] = []
         duration_s = 0.0
-        while (queued := worker.queue.pop_ready()) is not None:
+        has_room = None if budget is None else self._room_at(worker)
+        while (queued := worker.queue.pop_ready(has_room)) is not None:
             length = queued.request.input_tokens
             end = length if budget is None else min(length, queued.prefix_tokens + budget)
             num_tokens = end - queued.prefix_tokens
@@ -410,6 +439,17 @@ class ControlPlane:
         worker.running_end_s = now_s + duration_s
         self._workers.changed(worker)
         return [StartStep(worker.worker_id, worker.epoch, tuple(items))]
+
+    def _room_at(self, worker: Worker) -> Callable[[PrefillRequest], bool]:
+        """Whether a further request can begin: those that have begun keep the KV blocks of their whole prompts."""
+        capacity = worker.degree * self.settings.blocks_per_rank
+
+        def has_room(request: PrefillRequest) -> bool:
+            begun = [item.request for item in worker.queue.items() if item.started]
+            begun += [running.queued.request for running in worker.running]
+            return sum(map(self._num_blocks, begun)) + self._num_blocks(request) <= capacity
+
+        return has_room
 
     def _on_step_started(self, event: StepStarted, now_s: float) -> list[Action]:
         """Corrects the predicted end by the prefixes that were really there."""
@@ -566,6 +606,22 @@ class ControlPlane:
     def _begin(self, operations: Sequence[Operation], now_s: float) -> list[Action]:
         busy = [group for group, worker in self._serving.items() if worker.running]
         return self._apply(self._reconfiguration.start(operations, now_s, busy), now_s)
+
+    def _on_composition_requested(self, event: CompositionRequested, now_s: float) -> list[Action]:
+        steering = self._ensure_steering(now_s)
+        steering.is_paused = True
+        steering.target = event.composition
+        return self._move_towards_target(now_s)
+
+    def _on_controller_paused(self, event: ControllerPaused, now_s: float) -> list[Action]:
+        self._ensure_steering(now_s).is_paused = event.is_paused
+        return []
+
+    def _ensure_steering(self, now_s: float) -> Steering:
+        if self._steering is None:
+            self._steering = self._make_steering(HoldingController())
+            self._steering.windows.start_s = now_s
+        return self._steering
 
     def _on_rank_confirmed(self, event: RankConfirmed, now_s: float) -> list[Action]:
         return self._apply(self._reconfiguration.rank_confirmed(event.rank, event.epoch, now_s), now_s)

@@ -141,3 +141,10 @@ class Controller(Protocol):
     def observe(self, window: Window, state: PoolState) -> Proposal | None:
         """A proposal, or None to stay."""
         ...
+
+
+class HoldingController:
+    """Never proposes anything: an operator decides."""
+
+    def observe(self, window: Window, state: PoolState) -> Proposal | None:
+        return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from vertumnus.core.composition import RankGroup
+from vertumnus.core.composition import Composition, RankGroup
 from vertumnus.core.index.reports import CacheReport
 from vertumnus.core.placement import Placement
 from vertumnus.core.requests import PrefillRequest
@@ -84,6 +84,20 @@ class RankRecovered:
 
 
 @dataclass(frozen=True, slots=True)
+class CompositionRequested:
+    """An operator wants this composition. The controller pauses, so as not to undo it; see `ControllerPaused`."""
+
+    composition: Composition
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerPaused:
+    """The controller proposes nothing while it is paused; resumed, it starts from the composition that it finds."""
+
+    is_paused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     """The instant asked for by `ControlPlane.next_timer_s` has come."""
 
@@ -97,6 +111,8 @@ Event = (
     | RankConfirmed
     | RankFailed
     | RankRecovered
+    | CompositionRequested
+    | ControllerPaused
     | TimerFired
     | CacheReport
 )

@@ -4,14 +4,19 @@ Two disciplines. FIFO, as the paper. *Shortest*: shortest predicted service firs
 a request is keyed by `arrival_s + ageing * service_s`, so one that takes s seconds is overtaken only by requests that
 arrive less than `ageing * s` seconds after it. That is the ageing bound: nobody waits for ever, long requests wait
 longest, and no re-sorting is needed as time passes.
+
+A request's priority comes before both: whatever has a smaller one goes first.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 
 from vertumnus.core.requests import PrefillRequest
+
+_PRIORITY_S = 1e9  # arrival order that one step of priority outweighs; leaves keys a resolution of 0.1 ms
 
 
 class Discipline(Enum):
@@ -57,20 +62,30 @@ class WorkerQueue:
         return len(self._items)
 
     def push(self, item: QueuedRequest) -> None:
-        key = self._key(item.request.arrival_s, item.service_s)
-        position = bisect_right(self._keys, key) if self.discipline is Discipline.SHORTEST else len(self._items)
-        self._insert(position, key, item)
+        key = self._key(item.request, item.service_s)
+        self._insert(bisect_right(self._keys, key), key, item)
 
     def push_back(self, item: QueuedRequest) -> None:
-        """Returns a request whose chunk has run, ahead of all that has not started."""
-        position = 0 if self.discipline is Discipline.FIFO else self._position(item)
-        self._insert(position, self._key(item.request.arrival_s, item.service_s), item)
+        """Returns a request whose chunk has run: under FIFO, ahead of all of its priority that has not started."""
+        key = self._key(item.request, item.service_s)
+        bisect = bisect_left if self.discipline is Discipline.FIFO else bisect_right
+        self._insert(bisect(self._keys, key), key, item)
 
-    def pop_ready(self) -> QueuedRequest | None:
-        """Takes the first request that awaits no copy; None if there is none."""
+    def pop_ready(self, has_room: Callable[[PrefillRequest], bool] | None = None) -> QueuedRequest | None:
+        """Takes the first request that awaits no copy; None if there is none.
+
+        Where `has_room` says that one cannot begin yet, none behind it does either, so that it is not starved; those
+        that have begun go on.
+        """
+        may_begin = True
         for position, item in enumerate(self._items):
-            if item.num_copies_awaited == 0:
-                return self._take(position)
+            if item.num_copies_awaited:
+                continue
+            if not item.started and has_room is not None:
+                may_begin = may_begin and has_room(item.request)
+                if not may_begin:
+                    continue
+            return self._take(position)
         return None
 
     def remove_not_started(self) -> list[QueuedRequest]:
@@ -93,22 +108,27 @@ class WorkerQueue:
     def items(self) -> tuple[QueuedRequest, ...]:
         return tuple(self._items)
 
-    def ahead(self, arrival_s: float, service_s: float) -> tuple[float, int]:
+    def ahead(self, request: PrefillRequest, service_s: float) -> tuple[float, int]:
         """(seconds of queued work served before, number of queued requests served after) such a request."""
-        if self.discipline is Discipline.FIFO:
+        position = bisect_right(self._keys, self._key(request, service_s))
+        if position == len(self._items):
             return self.service_s, 0
-        position = bisect_right(self._keys, arrival_s + self._ageing * service_s)
         if position == 0:
             return 0.0, len(self._items)
         if self._cumulative_s is None:
             self._cumulative_s = list(accumulate(item.service_s for item in self._items))
         return self._cumulative_s[position - 1], len(self._items) - position
 
-    def _key(self, arrival_s: float, service_s: float) -> float:
-        return arrival_s + self._ageing * service_s
+    def serves_first(
+        self, begun: PrefillRequest, remaining_s: float, request: PrefillRequest, service_s: float
+    ) -> bool:
+        """Whether a request that comes back from a chunk goes before one that does not queue yet."""
+        return self._key(begun, remaining_s) <= self._key(request, service_s)
 
-    def _position(self, item: QueuedRequest) -> int:
-        return bisect_right(self._keys, self._key(item.request.arrival_s, item.service_s))
+    def _key(self, request: PrefillRequest, service_s: float) -> float:
+        if self.discipline is Discipline.FIFO:
+            return float(request.priority)
+        return request.priority * _PRIORITY_S + request.arrival_s + self._ageing * service_s
 
     def _insert(self, position: int, key: float, item: QueuedRequest) -> None:
         self._keys.insert(position, key)

@@ -158,16 +158,17 @@ class Reconfiguration:
         *,
         degrees: Collection[int] = (1, 2, 4, 8),
         settings: ReconfigurationSettings | None = None,
+        epoch: int = 0,
     ) -> None:
-        """Starts with all groups of `layout` ready under epoch 0. Raises ConfigError if they overlap or misfit."""
+        """Starts with all groups of `layout` ready under `epoch`. Raises ConfigError if they overlap or misfit."""
         self.topology = topology.without(())
         self.degrees = check_degrees(degrees)
         self.settings = settings or ReconfigurationSettings()
-        self.epoch = 0
+        self.epoch = epoch
         self._ready: dict[RankGroup, int] = {}
         self._flights: list[_Flight] = []
         self._pending: dict[RankGroup, _Pending] = {}
-        self._rank_epochs = [0] * topology.num_gpus
+        self._rank_epochs = [epoch] * topology.num_gpus
         self._lost: set[int] = set(topology.lost_ranks)
         taken: set[int] = set()
         for group in sorted(layout):
@@ -177,7 +178,7 @@ class Reconfiguration:
                     f"{', '.join(map(str, self.degrees))} inside a node"
                 )
             taken.update(group.ranks)
-            self._ready[group] = 0
+            self._ready[group] = epoch
         self._spare: set[int] = set(topology.live_ranks) - taken
 
     @property

@@ -36,6 +36,7 @@ class Steering:
         self.controller = controller
         self.windows = windows
         self.target: Composition | None = None
+        self.is_paused = False
         self.most_blocks = 0
         """KV blocks of the longest request seen: a pool that can hold it stays able to."""
         self._reconfiguration = reconfiguration
@@ -52,6 +53,8 @@ class Steering:
             worker.reused_blocks *= _REUSE_DECAY
         if not self._reconfiguration.planned_layout:  # every rank is lost: there is nothing to compose
             self.target = None
+            return
+        if self.is_paused:
             return
         queued = [item.request for worker in workers for item in worker.queue.items()]
         proposal = self.controller.observe(window, self._pool_state([*queued, *waiting], now_s))
