@@ -586,8 +586,10 @@ def test_without_a_controller_an_operator_still_decides():
     assert driver.plane.next_timer_s() is None
     actions = driver.tell(CompositionRequested(Composition.parse("1x2")), 3.0)
     assert only(ActivateGroups, actions)
-    driver.tell(TimerFired(), 23.0)
     assert str(driver.plane.composition) == "1x2"
+    for rank in (0, 1):
+        driver.tell(RankConfirmed(rank, only(ActivateGroups, actions)[0].epoch), 3.5)
+    assert driver.tell(TimerFired(), 23.0) == []
 
 
 def test_epochs_go_on_from_the_one_that_the_groups_are_active_under():
