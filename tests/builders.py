@@ -156,6 +156,7 @@ class ObservedControlPlane(ControlPlane):
         self.placements: dict[int, list[RequestPlaced]] = {}
         self.opened: dict[int, OpenWorker] = {}
         self.steps: list[StartStep] = []
+        self._first_epoch = self.epoch
         self._rank_epoch: dict[int, int] = {}
         self._step_of_worker: dict[int, StartStep] = {}
         self._progress_tokens: dict[int, int] = {}
@@ -184,7 +185,7 @@ class ObservedControlPlane(ControlPlane):
             match action:
                 case OpenWorker(worker_id, group, epoch):
                     assert worker_id not in self.opened, "a worker id was used twice"
-                    assert all(self._rank_epoch.get(rank, 0) == epoch for rank in group.ranks)
+                    assert all(self._rank_epoch.get(rank, self._first_epoch) == epoch for rank in group.ranks)
                     self.opened[worker_id] = action
                 case ActivateGroups(epoch, groups):
                     for rank in [rank for group in groups for rank in group.ranks]:
