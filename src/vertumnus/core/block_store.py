@@ -25,6 +25,7 @@ class Allocation:
 
     `path` are the block hashes from the root, of which the first `num_reused` were resident at the start; `slots`
     belong to path[num_reused : num_reused + len(slots)], shorter than the path where the store had no room.
+    `num_extra` further slots, the last ones, hold what never becomes a block of the cache.
     `parent` is the block that path[0] extends; None for a path that starts at the root. `above` are the resident
     blocks on the way to it, which are in use as long as the path is.
     """
@@ -35,7 +36,13 @@ class Allocation:
     slots: list[int]
     evicted: list[bytes]
     above: list[bytes]
+    num_extra: int = 0
     num_produced: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether every block has a slot; where too much of the store is in use, some have none."""
+        return len(self.slots) == len(self.path) - self.num_reused + self.num_extra
 
     @property
     def num_resident(self) -> int:
@@ -81,6 +88,13 @@ class BlockStore:
         held = self._resident.get(block)
         return None if held is None else divmod(held[0], self.blocks_per_rank)
 
+    def addresses(self, allocation: Allocation) -> list[Address]:
+        """Where every block of an allocation that has room lies or will lie, its extra slots last."""
+        resident, per_rank = self._resident, self.blocks_per_rank
+        slots = [resident[block][0] for block in allocation.path[: allocation.num_resident]]
+        slots += allocation.slots[allocation.num_produced :]
+        return [divmod(slot, per_rank) for slot in slots]
+
     def in_use(self, block: bytes) -> bool:
         """Whether a running request or a copy holds the block."""
         return block in self._pins
@@ -116,8 +130,11 @@ class BlockStore:
             chains.append((parent, tuple(run)))
         return tuple(chains)
 
-    def allocate(self, path: Sequence[bytes], num_reused: int, parent: bytes | None = None) -> Allocation:
-        """Pins the first `num_reused` blocks of `path` and takes slots for the rest, evicting where needed.
+    def allocate(
+        self, path: Sequence[bytes], num_reused: int, parent: bytes | None = None, num_extra: int = 0
+    ) -> Allocation:
+        """Pins the first `num_reused` blocks of `path`; takes slots for the rest and `num_extra` more, evicting where
+        needed.
 
         New blocks lie in contiguous runs, evenly over the ranks as far as their free slots allow, so that each half
         of a later split keeps a usable run.
@@ -128,10 +145,10 @@ class BlockStore:
             self.pin(above)
         if num_reused:
             self.pin(path[:num_reused])
-        wanted = len(path) - num_reused
+        wanted = len(path) - num_reused + num_extra
         evicted = self._make_room(wanted - self._num_free) if wanted > self._num_free else []
         slots = self._take_slots(min(wanted, self._num_free))
-        return Allocation(path, parent, num_reused, slots, evicted, above)
+        return Allocation(path, parent, num_reused, slots, evicted, above, num_extra)
 
     def produce(self, allocation: Allocation, num_blocks: int) -> None:
         """Makes the path's first `num_blocks` blocks resident and pins them, as far as slots were had.
@@ -262,7 +279,7 @@ class BlockStore:
 
     def _install(self, allocation: Allocation, num_blocks: int) -> None:
         start = allocation.num_resident
-        end = min(num_blocks, allocation.num_reused + len(allocation.slots))
+        end = min(num_blocks, allocation.num_reused + len(allocation.slots), len(allocation.path))
         if end <= start:
             return
         blocks = allocation.path[start:end]

@@ -227,6 +227,11 @@ class ControlPlane:
         return self._steering is not None and self._steering.is_paused
 
     @property
+    def topology(self) -> Topology:
+        """Nodes and GPUs, lost ones included."""
+        return self._reconfiguration.topology
+
+    @property
     def lost_ranks(self) -> frozenset[int]:
         """The ranks out of service, because they failed or did not confirm an epoch in time."""
         return self._reconfiguration.lost_ranks

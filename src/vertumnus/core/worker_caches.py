@@ -8,7 +8,7 @@ lie whatever the workers: a store belongs to ranks, and opening a worker only gr
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from vertumnus.core.block_store import Allocation, BlockStore
+from vertumnus.core.block_store import Address, Allocation, BlockStore
 from vertumnus.core.composition import RankGroup
 from vertumnus.core.events import CopyBlocks, ReclaimBlocks, StartStep, StepItem
 from vertumnus.core.index.reports import CacheReport, Removed, Snapshot, Stored
@@ -25,17 +25,16 @@ class BegunItem:
     allocation: Allocation
     prefix_tokens: int
 
-    @property
-    def has_room(self) -> bool:
-        """Whether every block of the request has a slot; a store whose blocks are all in use gives fewer."""
-        allocation = self.allocation
-        return len(allocation.slots) == len(allocation.path) - allocation.num_reused
-
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
     items: tuple[BegunItem, ...]
     reports: tuple[CacheReport, ...]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether every block has a slot. If not, a pool with real blocks has to withdraw the step and wait."""
+        return all(begun.allocation.has_room for begun in self.items)
 
     @property
     def reused_tokens(self) -> tuple[int, ...]:
@@ -58,6 +57,8 @@ class BegunCopy:
     source_ranks: tuple[int, ...]
     destination_ranks: tuple[int, ...]
     allocation: Allocation
+    source_addresses: list[Address]
+    destination_addresses: list[Address]
     reports: tuple[CacheReport, ...]
 
 
@@ -94,11 +95,16 @@ class _Copy:
 
 
 class WorkerCaches:
-    """`blocks_per_rank` slots of `block_tokens` tokens on every rank of every worker that is opened."""
+    """`blocks_per_rank` slots of `block_tokens` tokens on every rank of every worker that is opened.
 
-    def __init__(self, blocks_per_rank: int, block_tokens: int) -> None:
+    has_tails: whether the last block of a prompt takes a slot too where it is not full. Real KV has to lie somewhere;
+    to the cache it means nothing.
+    """
+
+    def __init__(self, blocks_per_rank: int, block_tokens: int, *, has_tails: bool = False) -> None:
         self.blocks_per_rank = blocks_per_rank
         self.block_tokens = block_tokens
+        self._has_tails = has_tails
         self._workers: dict[int, _Worker] = {}
         self._rank_store: dict[int, BlockStore] = {}
         self._copies: dict[int, _Copy] = {}
@@ -142,6 +148,11 @@ class WorkerCaches:
         if worker is None:
             return None
         return Snapshot(worker_id=worker_id, epoch=worker.epoch, sequence=_next(worker), chains=worker.store.chains())
+
+    def workers_on(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """The workers with any of these ranks."""
+        wanted = set(ranks)
+        return tuple(worker.worker_id for worker in self._workers.values() if not wanted.isdisjoint(worker.group.ranks))
 
     def park(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The workers with any of these ranks have no say over their blocks any more; returns their copies."""
@@ -210,7 +221,8 @@ class WorkerCaches:
             if item.is_first:
                 limit = (request.input_tokens - 1) // block_tokens
                 num_reused = store.num_reusable(request.blocks, limit)
-                allocation = store.allocate(request.blocks, num_reused)
+                num_tails = int(self._has_tails and request.input_tokens % block_tokens > 0)
+                allocation = store.allocate(request.blocks, num_reused, num_extra=num_tails)
                 evicted += allocation.evicted
                 worker.partial[request.request_id] = allocation
                 prefix_tokens = num_reused * block_tokens
@@ -220,6 +232,13 @@ class WorkerCaches:
                 prefix_tokens = max(item.start_tokens, allocation.num_reused * block_tokens)
             worker.running.append(BegunItem(item, allocation, prefix_tokens))
         return BegunStep(tuple(worker.running), self._removed(worker, evicted))
+
+    def addresses(self, worker_id: int, request_id: int) -> list[Address]:
+        """Where the blocks of a request that has begun, or is held, lie or will lie, in order. With `has_tails` the
+        last is the one that is not full, if any."""
+        worker = self._workers[worker_id]
+        allocation = worker.partial.get(request_id) or worker.held[request_id]
+        return worker.store.addresses(allocation)
 
     def withdraw_step(self, worker_id: int) -> None:
         """Undoes `begin_step`, for a pool that lacks the room to run it; it may be begun again later."""
@@ -295,6 +314,8 @@ class WorkerCaches:
             tuple(source.group.ranks),
             tuple(destination.group.ranks),
             allocation,
+            [address for block in blocks if (address := source.store.address(block)) is not None],
+            destination.store.addresses(allocation),
             self._removed(destination, allocation.evicted),
         )
 
@@ -328,7 +349,7 @@ class WorkerCaches:
         source.store.unpin(copy.blocks)
         destination.store.finish(copy.allocation)
 
-    def reclaim(self, action: ReclaimBlocks) -> tuple[CacheReport, ...]:
+    def reclaim(self, action: ReclaimBlocks) -> tuple[Removed, ...]:
         """Frees the blocks that are not in use."""
         worker = self._workers.get(action.worker_id)
         if worker is None or worker.is_parked:
@@ -374,7 +395,7 @@ class WorkerCaches:
             blocks=tuple(blocks),
         )
 
-    def _removed(self, worker: _Worker, blocks: Sequence[bytes]) -> tuple[CacheReport, ...]:
+    def _removed(self, worker: _Worker, blocks: Sequence[bytes]) -> tuple[Removed, ...]:
         if not blocks:
             return ()
         return (Removed(worker_id=worker.worker_id, epoch=worker.epoch, sequence=_next(worker), blocks=tuple(blocks)),)

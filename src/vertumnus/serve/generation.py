@@ -101,6 +101,11 @@ class Generation:
         """Whether nothing more will come; what has come may still be unread."""
         return self._outcome is not None
 
+    def raise_if_failed(self) -> None:
+        """Raises the error that it has ended with, if it has."""
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+
     def cancel(self) -> None:
         """Nobody reads on: frees what the request holds, at whatever stage it is. Harmless once it has ended."""
         if self._outcome is None:

@@ -1,0 +1,136 @@
+"""Steps, switches and copies on ranks that may die, be formed anew, or have a slot still in use: what to wait for, what
+to try again, and what to give up."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from vertumnus.core.composition import RankGroup
+from vertumnus.engine.errors import CopyFailed, GroupUnready, PoolError, RankError, RankLost, WireError
+from vertumnus.engine.messages import Refusal, RefusalReason
+from vertumnus.engine.step import Address, Step, StepOutput, StepRequest
+from vertumnus.serve.live_settings import LiveSettings
+from vertumnus.serve.ranks import Ranks
+from vertumnus.serve.telemetry import Telemetry
+
+SLOT_POLL_S = 0.005
+"""Between two attempts at slots that a copy still reads or writes."""
+
+_T = TypeVar("_T")
+
+
+class RankDriver:
+    """Every wait is bounded by the settings. A rank that misbehaves is killed, so that it comes back as a new one."""
+
+    def __init__(self, ranks: Ranks, settings: LiveSettings, telemetry: Telemetry) -> None:
+        self._ranks = ranks
+        self._settings = settings
+        self._telemetry = telemetry
+        self._loop = asyncio.get_running_loop()
+        self._formed = asyncio.Event()
+        self._num_steps = 0
+
+    def groups_formed(self) -> None:
+        """Groups that could not be used may be usable now."""
+        self._formed.set()
+        self._formed = asyncio.Event()
+
+    async def activate(self, epoch: int, groups: Sequence[RankGroup]) -> None:
+        """Raises PoolError if the ranks do not take the groups up."""
+        answer = await self._ranks.activate(epoch, {group.first_rank: group.degree for group in groups})
+        if isinstance(answer, Refusal):
+            raise PoolError(f"rank {answer.rank} refuses epoch {epoch}: {answer.detail}")
+
+    async def try_activate(self, epoch: int, groups: Sequence[RankGroup]) -> bool:
+        """Whether the ranks have taken the groups up. If not, a loss has been or will be reported, or the epoch is
+        out of date."""
+        try:
+            geometry = {group.first_rank: group.degree for group in groups}
+            answer = await self._when_formed(partial(self._ranks.activate, epoch, geometry))
+        except RankLost:
+            return False
+        except (RankError, PoolError, WireError) as error:
+            self._give_up([rank for group in groups for rank in group.ranks], error)
+            return False
+        return not isinstance(answer, Refusal)
+
+    async def step(self, group: RankGroup, epoch: int, requests: Sequence[StepRequest]) -> list[StepOutput] | None:
+        """The outputs of all members; None if ranks are lost, which has been or will be reported."""
+        deadline_s = self._loop.time() + self._settings.slot_wait_s
+        while True:
+            self._num_steps += 1
+            step = Step(
+                step_id=self._num_steps,
+                first_rank=group.first_rank,
+                degree=group.degree,
+                epoch=epoch,
+                requests=requests,
+            )
+            try:
+                answer = await self._when_formed(partial(self._ranks.step, step))
+            except RankLost:
+                return None
+            except (RankError, PoolError, WireError) as error:
+                self._give_up(list(group.ranks), error)
+                return None
+            if not isinstance(answer, Refusal):
+                return answer
+            if answer.reason is not RefusalReason.SLOT_IN_USE or self._loop.time() > deadline_s:
+                self._give_up(list(group.ranks), PoolError(f"rank {answer.rank} refuses a step: {answer.detail}"))
+                return None
+            await asyncio.sleep(SLOT_POLL_S)
+
+    async def copy(self, source: Sequence[Address], destination: Sequence[Address]) -> int:
+        """Copies blocks between ranks; how many of them, from the first on, have arrived."""
+        pairs: dict[tuple[int, int], list[int]] = {}
+        for number, ((from_rank, _), (to_rank, _)) in enumerate(zip(source, destination, strict=True)):
+            pairs.setdefault((from_rank, to_rank), []).append(number)
+        arrived = [False] * len(source)
+
+        async def copy_pair(from_rank: int, to_rank: int, numbers: list[int]) -> None:
+            good = await self._copy_slots(
+                from_rank, [source[n][1] for n in numbers], to_rank, [destination[n][1] for n in numbers]
+            )
+            for number, is_good in zip(numbers, good, strict=True):
+                arrived[number] = is_good
+
+        await asyncio.gather(*(copy_pair(*pair, numbers) for pair, numbers in pairs.items()))
+        return arrived.index(False) if False in arrived else len(arrived)
+
+    async def _copy_slots(
+        self, from_rank: int, from_slots: list[int], to_rank: int, to_slots: list[int]
+    ) -> Sequence[bool]:
+        deadline_s = self._loop.time() + self._settings.slot_wait_s
+        while True:
+            try:
+                answer = await self._ranks.copy_blocks(from_rank, from_slots, to_rank, to_slots)
+            except (RankError, CopyFailed, PoolError, WireError):
+                return [False] * len(from_slots)
+            if not isinstance(answer, Refusal):
+                return answer.is_installed
+            if answer.reason is not RefusalReason.SLOT_IN_USE or self._loop.time() > deadline_s:
+                return [False] * len(from_slots)
+            await asyncio.sleep(SLOT_POLL_S)
+
+    async def _when_formed(self, ask: Callable[[], Awaitable[_T]]) -> _T:
+        """Asks again once groups were formed, as long as this one is not. Raises what asking raises in the end."""
+        deadline_s = self._loop.time() + self._settings.group_wait_s
+        while True:
+            formed = self._formed
+            try:
+                return await ask()
+            except GroupUnready:
+                left_s = deadline_s - self._loop.time()
+                if left_s <= 0:
+                    raise
+                try:
+                    await asyncio.wait_for(formed.wait(), left_s)
+                except (asyncio.TimeoutError, TimeoutError):
+                    raise PoolError(f"a group was not formed within {self._settings.group_wait_s} s") from None
+
+    def _give_up(self, ranks: list[int], error: Exception) -> None:
+        culprits = [error.rank] if isinstance(error, RankError) else ranks
+        self._telemetry.step_failed(self._loop.time(), culprits, str(error))
+        for rank in culprits:
+            self._ranks.kill(rank)
