@@ -189,7 +189,7 @@ class ObservedControlPlane(ControlPlane):
                     self.opened[worker_id] = action
                 case ActivateGroups(epoch, groups):
                     for rank in [rank for group in groups for rank in group.ranks]:
-                        assert epoch > self._rank_epoch.get(rank, 0), "epochs only grow"
+                        assert epoch > self._rank_epoch.get(rank, self._first_epoch), "epochs only grow"
                         self._rank_epoch[rank] = epoch
                     self._assert_nobody_runs_on({rank for group in groups for rank in group.ranks})
                 case CloseWorker(worker_id):
@@ -202,7 +202,7 @@ class ObservedControlPlane(ControlPlane):
                 case StartStep(worker_id, epoch, items):
                     worker = self.opened[worker_id]
                     assert epoch == worker.epoch
-                    assert all(self._rank_epoch.get(rank, 0) == epoch for rank in worker.group.ranks)
+                    assert all(self._rank_epoch.get(rank, self._first_epoch) == epoch for rank in worker.group.ranks)
                     assert worker_id not in self._step_of_worker, "two steps at once"
                     for item in items:
                         request_id = item.request.request_id

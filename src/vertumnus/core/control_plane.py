@@ -461,8 +461,7 @@ class ControlPlane:
         worker = self._workers.get(event.worker_id)
         if worker is None or not worker.running:  # lost meanwhile: its requests run elsewhere
             return []
-        fixed_s = self.cost_model.coefficients[worker.degree].d
-        duration_s = fixed_s
+        work: list[tuple[int, int]] = []
         for item, reused_tokens in zip(worker.running, event.reused_tokens, strict=True):
             prefix = min(reused_tokens, item.end_tokens)
             if not item.queued.is_access_recorded:
@@ -471,8 +470,8 @@ class ControlPlane:
                 worker.reused_blocks += num_reused
                 if self._replicator is not None and num_reused:
                     self.index.record_access(item.queued.request.blocks[:num_reused], worker.degree)
-            duration_s += self.cost_model.prefill_s(item.end_tokens - prefix, prefix, worker.degree) - fixed_s
-        worker.running_end_s = now_s + duration_s
+            work.append((item.end_tokens - prefix, prefix))
+        worker.running_end_s = now_s + self.cost_model.step_s(work, worker.degree)
         self._workers.changed(worker)
         return []
 

@@ -5,7 +5,7 @@ which binds a vector of degrees (one per worker) once and is then evaluated for 
 per degree, so a measured model whose d, a or b differ by degree is the same class with other numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -110,6 +110,15 @@ class CostModel:
         k = self._at(degree)
         pairs = attention_pairs(suffix_tokens, prefix_tokens)
         return k.d + k.a * suffix_tokens + k.b * prefix_tokens + (k.c * suffix_tokens + k.alpha * pairs) / degree
+
+    def step_s(self, work: Iterable[tuple[float, float]], degree: int) -> float:
+        """Predicted seconds of one step over several requests, each with its (R, P): they share the fixed cost d.
+
+        A request with nothing to compute (R = 0) takes no part; a step without any takes no time.
+        """
+        fixed_s = self._at(degree).d
+        variable_s = [self.prefill_s(suffix, prefix, degree) - fixed_s for suffix, prefix in work if suffix > 0]
+        return fixed_s + sum(variable_s) if variable_s else 0.0
 
     def for_degrees(self, degrees: Sequence[int] | NDArray[np.integer]) -> DegreeCosts:
         """Binds the model to a vector of degrees (say, one per worker). Shared: read only."""

@@ -25,6 +25,11 @@ class BegunItem:
     allocation: Allocation
     prefix_tokens: int
 
+    @property
+    def suffix_tokens(self) -> int:
+        """R of this step; 0 where more was cached than the cut of the chunks knew."""
+        return max(self.item.end_tokens - self.prefix_tokens, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
@@ -35,6 +40,11 @@ class BegunStep:
     def has_room(self) -> bool:
         """Whether every block has a slot. If not, a pool with real blocks has to withdraw the step and wait."""
         return all(begun.allocation.has_room for begun in self.items)
+
+    @property
+    def work(self) -> list[tuple[int, int]]:
+        """(R, P) of every request."""
+        return [(begun.suffix_tokens, begun.prefix_tokens) for begun in self.items]
 
     @property
     def reused_tokens(self) -> tuple[int, ...]:
@@ -118,6 +128,11 @@ class WorkerCaches:
     def __len__(self) -> int:
         """Workers that are open, parked ones included."""
         return len(self._workers)
+
+    @property
+    def num_in_use(self) -> int:
+        """Requests between their chunks or held, and copies: what keeps blocks from being evicted."""
+        return len(self._copies) + sum(len(each.partial) + len(each.held) for each in self._workers.values())
 
     def group(self, worker_id: int) -> RankGroup:
         return self._workers[worker_id].group

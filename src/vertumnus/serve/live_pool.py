@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-from vertumnus.core.composition import Composition, lay_out
+from vertumnus.core.composition import Composition, RankGroup, lay_out
 from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.events import (
     Action,
@@ -44,7 +44,7 @@ from vertumnus.core.index.reports import CacheReport
 from vertumnus.core.requests import PrefillRequest
 from vertumnus.core.worker_caches import BegunStep, WorkerCaches
 from vertumnus.engine.pool import GroupsFormed, RankBack, RankGone
-from vertumnus.engine.step import StepOutput
+from vertumnus.engine.step import StepOutput, StepRequest
 from vertumnus.errors import ConfigError
 from vertumnus.serve.decode import DecodeRanks
 from vertumnus.serve.errors import DeadlineExceeded, Overloaded, PoolFailed, RequestTooLarge, ServeError, ShuttingDown
@@ -79,7 +79,7 @@ class LivePool:
         self.telemetry = telemetry or Telemetry()
         self.caches = caches or WorkerCaches(settings.blocks_per_rank, settings.block_tokens, has_tails=True)
         self._loop = asyncio.get_running_loop()
-        self._ranks = ranks
+        self.ranks = ranks
         self._driver = RankDriver(ranks, settings, self.telemetry)
         self._decode = DecodeRanks(ranks, self._driver, settings, self.telemetry, self)
         self._hash_key = hash_key
@@ -135,7 +135,7 @@ class LivePool:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self._ranks.close()
+        await self.ranks.close()
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new and waits for what is open; whether all of it has ended in time."""
@@ -231,7 +231,7 @@ class LivePool:
     def _least_wait_s(self, now_s: float) -> float:
         return min((worker.outstanding_s(now_s) for worker in self.control_plane.workers.active), default=0.0)
 
-    def _new_attempt(self, asked: GenerationRequest, tokens: array[int], arrival_s: float) -> PrefillRequest:
+    def _new_attempt(self, asked: GenerationRequest, tokens: "array[int]", arrival_s: float) -> PrefillRequest:
         # The chain reads the tokens lazily, and they grow: a buffer of its own.
         blocks = self._hasher(asked.tenant).chain(array("I", tokens))
         self._next_id += 1
@@ -350,8 +350,12 @@ class LivePool:
     # Talking to the control plane
 
     def _tell(self, event: Event) -> None:
-        self._perform(self.control_plane.handle(event, self._loop.time()))
-        self._arm_timer()
+        try:
+            self._perform(self.control_plane.handle(event, self._loop.time()))
+            self._arm_timer()
+        except Exception as error:  # who comes from the loop itself would otherwise leave everybody waiting
+            self._fail(error)
+            raise
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -375,7 +379,7 @@ class LivePool:
         self._tell(TimerFired())
         # Ranks that did not confirm an epoch in time count as lost: they come back as new ones.
         for rank in sorted(self.control_plane.lost_ranks - self._gone):
-            self._ranks.kill(rank)
+            self.ranks.kill(rank)
 
     # Requests, as the control plane sees them
 
@@ -408,23 +412,23 @@ class LivePool:
             self._stalled[worker_id] = action
             return
         self._stalled.pop(worker_id, None)
-        self.spawn(self._run_step(action, begun))
+        self.spawn(self._run_step(action, begun, self.caches.group(worker_id), self._step_requests(action, begun)))
         self._tell(StepStarted(worker_id, begun.reused_tokens))
 
     def _retry_stalled(self) -> None:
         for action in list(self._stalled.values()):
             self._start_step(action)
 
-    async def _run_step(self, action: StartStep, begun: BegunStep) -> None:
+    def _step_requests(self, action: StartStep, begun: BegunStep) -> list[StepRequest]:
+        """What is left to compute of each of the step's requests."""
         worker_id, now_s = action.worker_id, self._loop.time()
-        group = self.caches.group(worker_id)
         requests = []
         for each in begun.items:
             item = each.item
             request = self._attempts[item.request.request_id]
             if item.is_first:
                 request.note_start(now_s, each.prefix_tokens)
-            if each.prefix_tokens < item.end_tokens:  # more may be cached than was known
+            if each.suffix_tokens:
                 blocks = self.caches.addresses(worker_id, request.request_id)
                 is_last = item.end_tokens == item.request.input_tokens
                 requests.append(
@@ -432,6 +436,12 @@ class LivePool:
                         each.prefix_tokens, item.end_tokens, blocks, self.settings.block_tokens, is_last=is_last
                     )
                 )
+        return requests
+
+    async def _run_step(
+        self, action: StartStep, begun: BegunStep, group: RankGroup, requests: list[StepRequest]
+    ) -> None:
+        worker_id, started_s = action.worker_id, self._loop.time()
         outputs: list[StepOutput] = []
         if requests:
             found = await self._driver.step(group, action.epoch, requests)
@@ -446,28 +456,23 @@ class LivePool:
             return
         del self._steps[worker_id]
         if requests:
-            self._note_step(action, begun, now_s, outputs)
+            self._note_step(begun, worker_id, group.degree, started_s, outputs)
         self._report(finished.reports)
         for prefilled in finished.completed:
             self._prefilled(self._attempts.pop(prefilled.request_id), tokens[prefilled.request_id])
         self._tell(StepFinished(worker_id))
         self._retry_stalled()
 
-    def _note_step(self, action: StartStep, begun: BegunStep, started_s: float, outputs: list[StepOutput]) -> None:
-        degree = self.caches.group(action.worker_id).degree
-        costs = self.control_plane.cost_model
-        fixed_s = costs.coefficients[degree].d
-        predicted_s = fixed_s
-        for each in begun.items:
-            prefix = min(each.prefix_tokens, each.item.end_tokens)
-            predicted_s += costs.prefill_s(each.item.end_tokens - prefix, prefix, degree) - fixed_s
+    def _note_step(
+        self, begun: BegunStep, worker_id: int, degree: int, started_s: float, outputs: list[StepOutput]
+    ) -> None:
         self.telemetry.step_ended(
             self._loop.time(),
-            worker_id=action.worker_id,
+            worker_id=worker_id,
             degree=degree,
             started_s=started_s,
-            predicted_s=predicted_s,
-            num_tokens=sum(max(each.item.end_tokens - each.prefix_tokens, 0) for each in begun.items),
+            predicted_s=self.control_plane.cost_model.step_s(begun.work, degree),
+            num_tokens=sum(each.suffix_tokens for each in begun.items),
             num_prefix_tokens=sum(each.prefix_tokens for each in begun.items),
             outputs=outputs,
         )
@@ -591,7 +596,7 @@ class LivePool:
 
     async def _watch_ranks(self) -> None:
         while True:
-            match await self._ranks.events.get():
+            match await self.ranks.events.get():
                 case RankGone(rank, reason):
                     self._rank_gone(rank, reason)
                 case RankBack(rank, _):

@@ -31,7 +31,7 @@ class LiveRequest:
     """
 
     generation: Generation
-    tokens: array[int]
+    tokens: "array[int]"
     """The prompt and what was generated."""
     num_prompt_tokens: int
     attempt: PrefillRequest

@@ -21,8 +21,10 @@ _NO_TIMINGS = StepTimings(total_s=0.0, gather_s=0.0, attention_s=0.0, mlp_s=0.0,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StubSpeed:
-    """Seconds that things take. prefill: E_C of every prefill step; None: no time at all. decode_ranks: whose steps take
-    `decode_step_s` instead."""
+    """Seconds that things take.
+
+    prefill: E_C of every prefill step; None: no time at all. decode_ranks: whose steps take `decode_step_s` instead.
+    """
 
     prefill: CostModel | None = None
     decode_ranks: range = range(0)
@@ -36,7 +38,8 @@ class StubSpeed:
 class _Rank:
     epoch: int = 0
     group: GroupKey | None = None
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    sleepers: set[asyncio.Future[None]] = field(default_factory=set)
+    """What ends at once, with an error, when the rank is killed."""
 
 
 class StubRanks:
@@ -50,7 +53,7 @@ class StubRanks:
         self._vocab_size = vocab_size
         self._ranks = {rank: _Rank() for rank in range(num_ranks)}
         self._lost: set[int] = set()
-        self._restarts: set[asyncio.TimerHandle] = set()
+        self._restarts: dict[int, asyncio.TimerHandle] = {}
 
     async def activate(self, epoch: int, geometry: Mapping[int, int]) -> list[Activated] | Refusal:
         keys = check_geometry(dict(geometry), self.num_ranks)
@@ -114,18 +117,19 @@ class StubRanks:
         if rank in self._lost:
             return
         self._lost.add(rank)
-        self._ranks[rank].gone.set()
+        for over in self._ranks[rank].sleepers:
+            if not over.done():
+                over.set_exception(RankLost(rank, "is gone"))
         self.events.put_nowait(RankGone(rank, "killed"))
         loop = asyncio.get_running_loop()
-        handle = loop.call_later(self.speed.restart_s, lambda: self._come_back(rank, handle))
-        self._restarts.add(handle)
+        self._restarts[rank] = loop.call_later(self.speed.restart_s, self._come_back, rank)
 
     async def close(self) -> None:
-        for handle in self._restarts:
+        for handle in self._restarts.values():
             handle.cancel()
 
-    def _come_back(self, rank: int, handle: asyncio.TimerHandle) -> None:
-        self._restarts.discard(handle)
+    def _come_back(self, rank: int) -> None:
+        del self._restarts[rank]
         self._lost.discard(rank)
         self._ranks[rank] = _Rank()
         self.events.put_nowait(RankBack(rank, 0))
@@ -137,17 +141,18 @@ class StubRanks:
 
     async def _sleep(self, duration_s: float, ranks: Sequence[int]) -> None:
         """Raises RankLost as soon as one of the ranks is killed."""
-        watched = {rank: self._ranks[rank].gone for rank in ranks}
         loop = asyncio.get_running_loop()
-        waits = [loop.create_task(gone.wait()) for gone in watched.values()]
+        over = loop.create_future()
+        timer = loop.call_later(duration_s, _set, over)
+        sleepers = [self._ranks[rank].sleepers for rank in ranks]
+        for each in sleepers:
+            each.add(over)
         try:
-            await asyncio.wait(waits, timeout=duration_s, return_when=asyncio.FIRST_COMPLETED)
+            await over
         finally:
-            for wait in waits:
-                wait.cancel()
-        for rank, gone in watched.items():
-            if gone.is_set():
-                raise RankLost(rank, "is gone")
+            timer.cancel()
+            for each in sleepers:
+                each.discard(over)
 
     def _duration_s(self, step: Step) -> float:
         if step.first_rank in self.speed.decode_ranks:
@@ -155,9 +160,10 @@ class StubRanks:
         costs = self.speed.prefill
         if costs is None:
             return 0.0
-        # Requests packed into one step share its fixed cost.
-        fixed_s = costs.coefficients[step.degree].d
-        return fixed_s + sum(
-            costs.prefill_s(request.num_new_tokens, request.num_prefix_tokens, step.degree) - fixed_s
-            for request in step.requests
-        )
+        work = [(request.num_new_tokens, request.num_prefix_tokens) for request in step.requests]
+        return costs.step_s(work, step.degree)
+
+
+def _set(over: asyncio.Future[None]) -> None:
+    if not over.done():
+        over.set_result(None)

@@ -221,17 +221,11 @@ class SimulatedPool:
     def _start_step(self, action: StartStep) -> None:
         worker_id = action.worker_id
         degree = self._caches.group(worker_id).degree
-        fixed_s = self._costs.coefficients[degree].d
         step = self._caches.begin_step(action)
-        duration_s = 0.0
         for begun in step.items:
-            item, prefix = begun.item, begun.prefix_tokens
-            if item.is_first:
-                self._started[item.request.request_id] = (self.now_s, prefix)
-            suffix = max(item.end_tokens - prefix, 0)
-            # Requests packed into one step share its fixed cost.
-            duration_s += self._costs.prefill_s(suffix, min(prefix, item.end_tokens), degree) - fixed_s
-        duration_s += fixed_s
+            if begun.item.is_first:
+                self._started[begun.item.request.request_id] = (self.now_s, begun.prefix_tokens)
+        duration_s = self._costs.step_s(step.work, degree)
         if self._noise_ratio:
             duration_s *= float(np.exp(self._noise.normal(0.0, self._noise_ratio)))
         self._report(step.reports)
