@@ -38,7 +38,7 @@ def fed(data, cuts=()):
 def test_cuts_change_nothing_but_the_instants(texts, cuts, newline, usage):
     answer = fed(stream_of(texts, newline, usage), cuts)
     assert answer.num_events == len(texts)
-    assert answer.has_usage == (usage is not None)
+    assert (answer.output_tokens is not None) == (usage is not None)
     assert not answer.is_malformed
     assert answer.error is None
     assert answer.first_s <= answer.last_s <= answer.done_s
@@ -51,6 +51,19 @@ def test_a_stream_cut_short_is_not_done(texts, data):
     whole = stream_of(texts)
     end = data.draw(st.integers(0, len(whole) - len("\n\n") - 1))
     assert fed(whole[:end]).done_s is None
+
+
+def test_the_last_line_needs_no_end():
+    answer = fed(stream_of(["a"]).rstrip())
+    assert answer.done_s is None
+    answer.end(3.0)
+    assert answer.done_s == 3.0
+
+
+def test_a_cut_event_at_the_end_is_no_end():
+    answer = fed(stream_of(["a"])[:-4])
+    answer.end(3.0)
+    assert answer.done_s is None
 
 
 @given(st.binary(max_size=200))

@@ -45,10 +45,6 @@ class Answer:
         """Whether something that had to be an event was none; nothing is read after it."""
         self._rest = b""
 
-    @property
-    def has_usage(self) -> bool:
-        return self.output_tokens is not None
-
     def feed(self, data: bytes, now_s: float) -> None:
         """Takes in the next bytes of the body, cut wherever they may be."""
         lines = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
@@ -59,6 +55,11 @@ class Answer:
         if len(self._rest) > MAX_LINE_BYTES:
             self.is_malformed = True
             self._rest = b""
+
+    def end(self, now_s: float) -> None:
+        """The body is over: a last `[DONE]` counts even without its line's end."""
+        if self.done_s is None and self._rest.strip() in (b"data: [DONE]", b"data:[DONE]"):
+            self.done_s = now_s
 
     def _take(self, line: bytes, now_s: float) -> None:
         if self.first_s is not None and b'"usage"' not in line and b'"error"' not in line and b"{" in line:

@@ -6,7 +6,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from vertumnus.replay.outcome import Outcome
 from vertumnus.replay.report import Report
@@ -53,7 +55,7 @@ def write_plot(report: Report, title: str, path: str, *, force: bool = False) ->
         figure.suptitle(title, fontsize=11)
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         _plot_over_time(left, report)
-        _plot_distribution(right, [o.ttft_s for o in report.outcomes if o.is_completed and o.ttft_s is not None])
+        _plot_distribution(right, [outcome.ttft_s for outcome in report.measured if outcome.ttft_s is not None])
         for axis in (left, right):
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
@@ -78,6 +80,7 @@ def _plot_over_time(axis: Axes, report: Report) -> None:
         axis.axvspan(0, report.warmup_s, color="#888888", alpha=0.15, linewidth=0, label="warm-up")
     if completed:
         axis.set_yscale("log")
+        _label_plainly(axis.yaxis)
     axis.set_title("TTFT by instant of sending", fontsize=10)
     axis.set_xlabel("s")
     axis.set_ylabel("s")
@@ -101,8 +104,16 @@ def _plot_distribution(axis: Axes, ttft_s: list[float]) -> None:
         return
     rising = np.sort(ttft_s)
     axis.step(rising, 100 * np.arange(1, len(rising) + 1) / len(rising), where="post", color=TTFT)
-    for quantile in (0.5, 0.9, 0.99):
+    for quantile, height in ((0.5, 14), (0.9, 8), (0.99, 2)):
         value_s = float(np.quantile(rising, quantile))
         axis.axvline(value_s, color="#888888", linewidth=0.8, linestyle="--")
-        axis.text(value_s, 3, f" P{100 * quantile:.0f}\n {value_s:.3g} s", fontsize=8)
+        axis.text(value_s, height, f" P{100 * quantile:.0f} {value_s:.3g} s", fontsize=8)
     axis.set_xscale("log")
+    _label_plainly(axis.xaxis)
+
+
+def _label_plainly(axis: Axis) -> None:
+    """Ticks of a logarithmic axis as plain numbers, between the powers of ten too where there are few of those."""
+    low, high = axis.get_view_interval()
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(StrMethodFormatter("{x:g}") if high < 10 * low else NullFormatter())

@@ -135,12 +135,12 @@ class Load:
                 self._has_slot.clear()
                 await self._has_slot.wait()
                 ready_s = max(scheduled_s, self._slot_freed_s)
+            # All that is due goes out in one turn of the event loop: turns are long when many streams are open.
             task = asyncio.create_task(self._request(index, scheduled_s, ready_s, body))
             self._in_flight.add(task)
             task.add_done_callback(self._ended)
             self._num_sent += 1
             self._played.max_in_flight = max(self._played.max_in_flight, len(self._in_flight))
-            await asyncio.sleep(0)  # so that it goes out before the next is looked at
         while self._in_flight:
             await asyncio.wait(self._in_flight)
 
@@ -193,6 +193,7 @@ class Load:
                 content = response.content
                 while not content.at_eof() and answer.done_s is None and not answer.is_malformed:
                     answer.feed(await content.readany(), self._now_s())
+                answer.end(self._now_s())
                 if answer.done_s is not None:
                     with suppress(asyncio.TimeoutError, aiohttp.ClientError):
                         while not content.at_eof():

@@ -3,12 +3,18 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
+from time import perf_counter
 
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
 
 MAX_BODIES = 512
 MAX_BYTES = 64 << 20
+
+SLICE_S = 0.0005
+SLICE_SHARE = 0.1
+"""Making goes on for SLICE_S at a time, or for this share of the time that everything else has just taken: a busy event
+loop comes round seldom, and must not run out of bodies for that."""
 
 
 class Body(Payload):
@@ -32,8 +38,8 @@ class Body(Payload):
 class Lookahead:
     """Bodies 0 to n - 1 in order, made ahead by `fill` and handed out by `take`.
 
-    Nothing is made while MAX_BODIES or MAX_BYTES are waiting. Making yields to the event loop after every piece, so
-    that it never holds up what is due for longer than one piece takes.
+    Nothing is made while MAX_BODIES or MAX_BYTES are waiting. Making yields to the event loop after every slice (see
+    SLICE_S), at the earliest after one piece.
     """
 
     def __init__(self, num_bodies: int, make: Callable[[int], Iterator[bytes]]) -> None:
@@ -46,11 +52,15 @@ class Lookahead:
         self._is_primed = asyncio.Event()
 
     async def fill(self) -> None:
+        resumed_s, slice_s = perf_counter(), SLICE_S
         for index in range(self._num_bodies):
             pieces = []
             for piece in self._make(index):
                 pieces.append(piece)
-                await asyncio.sleep(0)
+                if (left_s := perf_counter()) - resumed_s >= slice_s:
+                    await asyncio.sleep(0)
+                    resumed_s = perf_counter()
+                    slice_s = max(SLICE_S, SLICE_SHARE * (resumed_s - left_s))
             body = Body([b"".join(pieces)] if len(pieces) <= 4 else pieces)
             while len(self._ready) >= MAX_BODIES or (self._ready and self._num_bytes + body.num_bytes > MAX_BYTES):
                 self._is_primed.set()

@@ -37,6 +37,11 @@ class Report:
         return sorted(self.played.outcomes, key=lambda outcome: outcome.index)
 
     @property
+    def measured(self) -> list[Outcome]:
+        """The answers that came in full, to requests scheduled after the warm-up."""
+        return [outcome for outcome in self.outcomes if outcome.is_completed and outcome.scheduled_s >= self.warmup_s]
+
+    @property
     def generator_was_slow(self) -> bool:
         """Whether the figures may tell of the generator instead of the endpoint."""
         lags_s = np.array([outcome.lag_s for outcome in self.played.outcomes])
@@ -48,7 +53,7 @@ class Report:
         outcomes = self.outcomes
         completed = [outcome for outcome in outcomes if outcome.is_completed]
         failed = [outcome for outcome in outcomes if outcome.error is not None]
-        measured = [outcome for outcome in completed if outcome.scheduled_s >= self.warmup_s]
+        measured = self.measured
         missed = [outcome for outcome in failed if outcome.scheduled_s >= self.warmup_s]
         return {
             "num_requests": self.trace.num_requests,
