@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from tests.workload.trace_strategies import trace_of
 
+from vertumnus.replay import lookahead
 from vertumnus.replay.endpoint import Endpoint
 from vertumnus.replay.load import Load
 from vertumnus.replay.prompts import Prompts
@@ -70,3 +71,43 @@ def test_failures_of_connections_have_their_kind(error, kind):
 def test_a_fault_of_the_program_itself_is_raised_and_nothing_hangs():
     with pytest.raises(ZeroDivisionError):
         play(ZeroDivisionError())
+
+
+def test_a_prompt_that_cannot_be_made_ends_the_replay(monkeypatch):
+    monkeypatch.setattr(Prompts, "text_pieces", lambda prompts, index: iter([b"1", 1 / 0]))
+    with pytest.raises(ZeroDivisionError):
+        play(aiohttp.ServerDisconnectedError())
+
+
+@pytest.mark.parametrize("room", [1, 3, 100])
+def test_bodies_come_in_order_and_no_more_of_them_than_there_is_room_for(monkeypatch, room):
+    monkeypatch.setattr(lookahead, "MAX_BODIES", room)
+    num_made = 0
+
+    def make(index):
+        nonlocal num_made
+        num_made += 1
+        yield str(index).encode()
+
+    async def main():
+        ahead = lookahead.Lookahead(20, make)
+        filling = asyncio.create_task(ahead.fill())
+        await ahead.primed()
+        for index in range(20):
+            assert num_made <= index + room + 1
+            assert (await ahead.take()).decode() == str(index)
+        await filling
+
+    asyncio.run(main())
+
+
+def test_a_body_above_all_room_is_made_all_the_same(monkeypatch):
+    monkeypatch.setattr(lookahead, "MAX_BYTES", 1)
+
+    async def main():
+        ahead = lookahead.Lookahead(3, lambda index: iter([b"long", b"er"]))
+        filling = asyncio.create_task(ahead.fill())
+        assert [(await ahead.take()).num_bytes for _ in range(3)] == [6, 6, 6]
+        await filling
+
+    asyncio.run(main())

@@ -50,8 +50,20 @@ class Lookahead:
         self._room = asyncio.Event()
         self._arrival = asyncio.Event()
         self._is_primed = asyncio.Event()
+        self._failure: Exception | None = None
 
     async def fill(self) -> None:
+        """Makes all bodies; whatever goes wrong is raised here and by a `take` that would wait for ever."""
+        try:
+            await self._make_all()
+        except Exception as error:
+            self._failure = error
+            raise
+        finally:
+            self._is_primed.set()
+            self._arrival.set()
+
+    async def _make_all(self) -> None:
         resumed_s, slice_s = perf_counter(), SLICE_S
         for index in range(self._num_bodies):
             pieces = []
@@ -69,7 +81,6 @@ class Lookahead:
             self._ready.append(body)
             self._num_bytes += body.num_bytes
             self._arrival.set()
-        self._is_primed.set()
 
     async def primed(self) -> None:
         """Returns once as many bodies are waiting as there is room for, or all."""
@@ -77,6 +88,8 @@ class Lookahead:
 
     async def take(self) -> Body:
         while not self._ready:
+            if self._failure is not None:
+                raise self._failure
             self._arrival.clear()
             await self._arrival.wait()
         body = self._ready.popleft()
