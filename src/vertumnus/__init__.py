@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from vertumnus.core.profile import Profile, load_profile, write_profile
     from vertumnus.core.queueing import Discipline
     from vertumnus.core.settings import ControlPlaneSettings
+    from vertumnus.core.slo import Slo
     from vertumnus.errors import ConfigError, TraceError, VertumnusError
     from vertumnus.sim.compare import compare
-    from vertumnus.sim.metrics import Slo
     from vertumnus.sim.simulate import SimulationResult, SimulationSettings, simulate
     from vertumnus.workload.analysis import analyze
     from vertumnus.workload.readers import read_trace
@@ -39,7 +39,7 @@ _HOMES = {
     "Profile": "core.profile",
     "SimulationResult": "sim.simulate",
     "SimulationSettings": "sim.simulate",
-    "Slo": "sim.metrics",
+    "Slo": "core.slo",
     "Trace": "workload.trace",
     "TraceError": "errors",
     "VertumnusError": "errors",

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vertumnus.core.slo import Slo
 from vertumnus.errors import ConfigError
-from vertumnus.sim.metrics import RequestRecords, Slo, summarise
+from vertumnus.sim.metrics import RequestRecords, summarise
 
 
 def records_of(*rows: tuple[float, float, float, int, int]) -> RequestRecords:

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from vertumnus.core.capacity import LengthClass, LengthMix
 from vertumnus.core.composition import Composition, Topology, compositions
 from vertumnus.core.profile import load_profile
+from vertumnus.core.slo import Slo
 from vertumnus.errors import ConfigError
 from vertumnus.sim.auto import auto_composition, by_rollout, candidates, history
 from vertumnus.sim.headroom import load_ratio
 from vertumnus.sim.kappa import RampSettings, measured_kappa
-from vertumnus.sim.metrics import Slo
 from vertumnus.sim.plan import Planner
 from vertumnus.sim.simulate import SimulationSettings
 from vertumnus.workload.synthesis import synthesise

@@ -15,8 +15,8 @@ from vertumnus.core.composition import Composition
 from vertumnus.core.policies import POLICIES
 from vertumnus.core.profile import load_profile
 from vertumnus.core.queueing import Discipline
+from vertumnus.core.slo import Slo
 from vertumnus.errors import ConfigError
-from vertumnus.sim.metrics import Slo
 from vertumnus.sim.pool import Failure
 from vertumnus.sim.requests import prefill_requests
 from vertumnus.sim.simulate import Pulls, SimulationResult, SimulationSettings, simulate

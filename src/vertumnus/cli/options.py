@@ -113,7 +113,7 @@ class PoolOptions:
         """The settings of one run; ConfigError where they contradict each other."""
         from vertumnus.core.composition import Composition, Topology, lay_out
         from vertumnus.core.queueing import Discipline
-        from vertumnus.sim.metrics import Slo
+        from vertumnus.core.slo import Slo
         from vertumnus.sim.simulate import Pulls, SimulationSettings
 
         num_gpus = self.gpus or DEFAULT_NUM_GPUS

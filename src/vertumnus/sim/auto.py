@@ -16,8 +16,8 @@ from vertumnus.core.controller import Arrivals
 from vertumnus.core.profile import Profile
 from vertumnus.core.rollout import Shadows, finish
 from vertumnus.core.search_space import searchable_compositions
+from vertumnus.core.slo import Slo
 from vertumnus.errors import ConfigError
-from vertumnus.sim.metrics import Slo
 from vertumnus.workload.reuse import block_reuse
 from vertumnus.workload.trace import IntArray, Trace
 

@@ -21,8 +21,8 @@ from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.settings import ControlPlaneSettings
+from vertumnus.core.slo import Slo
 from vertumnus.errors import ConfigError
-from vertumnus.sim.metrics import Slo
 from vertumnus.sim.pool import SimulatedPool
 from vertumnus.sim.requests import prefill_requests
 from vertumnus.workload.trace import Trace

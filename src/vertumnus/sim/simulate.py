@@ -21,10 +21,11 @@ from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.reconfiguration import ReconfigurationSettings
 from vertumnus.core.settings import ControlPlaneSettings
+from vertumnus.core.slo import Slo
 from vertumnus.core.threshold_controller import ThresholdController
 from vertumnus.errors import ConfigError
 from vertumnus.sim.auto import auto_composition
-from vertumnus.sim.metrics import LatencySummary, RequestRecords, Slo, summarise
+from vertumnus.sim.metrics import LatencySummary, RequestRecords, summarise
 from vertumnus.sim.pool import Failure, SimulatedPool
 from vertumnus.sim.requests import prefill_requests
 from vertumnus.workload.trace import Trace
