@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
+from vertumnus.engine.codec import from_plain
 from vertumnus.engine.collectives import GroupBroken
 from vertumnus.engine.copies import Copies, CopyServer
 from vertumnus.engine.errors import CopyFailed, WireError
@@ -55,7 +56,6 @@ from vertumnus.engine.messages import (
     Unfit,
     call_id_of,
     decode,
-    from_plain,
 )
 from vertumnus.engine.rank import Rank, Stepper
 from vertumnus.engine.slot_use import SlotUse
