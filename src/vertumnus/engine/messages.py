@@ -41,7 +41,11 @@ class CopySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A rank's first message. The pool closes the connection unless `token` is its own."""
+    """A rank's first message on every connection. The pool closes the connection unless `token` is its own; otherwise
+    it answers Welcome, or Dismiss where it has no use for the rank.
+
+    epoch, group: as in RankStatus.
+    """
 
     token: str
     rank: int
@@ -50,6 +54,8 @@ class Hello:
     num_slots: int
     block_bytes: int
     block_tokens: int
+    epoch: int = 0
+    group: GroupKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,19 @@ class Unfit:
     token: str
     rank: int
     reason: str
+
+
+# What the pool tells whoever comes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The pool has taken the process in: questions follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """The process is to end: the pool closes, or another one has its place."""
 
 
 # What the pool asks
@@ -111,6 +130,8 @@ class Lease:
     rank: int
     slots: tuple[int, ...]
     checksums: tuple[bytes, ...]
+    tags: tuple[bytes, ...]
+    """Label and parent of each slot as in Labels; empty where it has none."""
     block_bytes: int
     source: CopySource
 
@@ -137,6 +158,17 @@ class ReleaseLease:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskStatus:
     """Answer: RankStatus, at once, whatever the rank is doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """Gives up all groups, and waits until nothing is under way that was asked over an earlier connection. Answer:
+    RankStatus; what it says only changes by what is asked from then on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskLabels:
+    """Answer: Labels."""
 
 
 # What ranks answer
@@ -220,6 +252,15 @@ class RankStatus:
     num_wire_errors: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What the rank's slots hold, least recently used first: `tags` has LABEL_BYTES of label and as many of parent for
+    each of `slots`."""
+
+    slots: tuple[int, ...]
+    tags: bytes
+
+
 class FailureKind(Enum):
     """What broke."""
 
@@ -263,7 +304,8 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the launcher loads, and what every rank that it forks is given, besides its number. Answer: Loaded."""
+    """What the launcher loads, and what every rank that it forks is given, besides its number. The launcher reads it
+    from its standard input."""
 
     source: str
     """module:function that returns a `StepperSource`; called with `options`."""
@@ -278,11 +320,35 @@ class Launch:
     interface_host: str
     connect_timeout_s: float
     step_timeout_s: float
+    orphan_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedRank:
+    """A rank that the launcher has forked: its last incarnation. pid: None where that one has ended."""
+
+    rank: int
+    incarnation: int
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherHello:
+    """The launcher's first message on every connection; answered like a rank's.
+
+    launch: what it was started with, the token included. load_s: how long loading took; None while it loads.
+    """
+
+    launch: Launch
+    pid: int
+    load_s: float | None
+    ranks: tuple[LaunchedRank, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    pid: int
+    """Unasked: the launcher can fork ranks."""
+
     load_s: float
 
 
@@ -310,12 +376,16 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFailed:
+    """Unasked, instead of Loaded."""
+
     reason: str
 
 
 Message = (
     Hello
     | Unfit
+    | Welcome
+    | Dismiss
     | FormGroups
     | Activate
     | RunStep
@@ -324,6 +394,8 @@ Message = (
     | Pull
     | ReleaseLease
     | AskStatus
+    | Settle
+    | AskLabels
     | Refusal
     | Done
     | Activated
@@ -331,10 +403,12 @@ Message = (
     | Leased
     | Pulled
     | RankStatus
+    | Labels
     | Failure
     | ReadBlocks
     | Granted
     | Launch
+    | LauncherHello
     | Loaded
     | Fork
     | Forked
