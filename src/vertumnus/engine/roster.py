@@ -53,6 +53,8 @@ class Roster:
         self._expected: dict[int, asyncio.Future[Hello]] = {}
         self._incarnations: dict[int, int] = {}
         """Of ranks that the launcher has started."""
+        self._left: dict[int, int] = {}
+        """pids of the ranks of an earlier pool that have not ended, as far as the launcher has said."""
         self._server: asyncio.Server | None = None
         self._launcher: Peer | None = None
         self._launcher_hello: LauncherHello | None = None
@@ -155,18 +157,16 @@ class Roster:
         assert self._launcher_hello is not None
         self._check_launch(self._launcher_hello.launch)
         await self._until_loaded()
-        launched = {each.rank: each for each in self._launcher_hello.ranks}
-        self._incarnations = {rank: each.incarnation for rank, each in launched.items()}
         self._is_finding = False
         for rank in list(self._peers):  # of one that has ended the connection may still have been waiting here
             if self._hellos[rank].incarnation != self._incarnations.get(rank):
                 await self._peers[rank].close()
-        alive = {rank: each.pid for rank, each in launched.items() if each.pid is not None and rank not in self._peers}
-        if alive:
-            await asyncio.wait([self._expect(rank) for rank in alive], timeout=timeout_s)
-        for rank, pid in alive.items():
-            if rank not in self._peers:
-                _kill(pid)
+        late = [rank for rank in self._left if rank not in self._peers]
+        if late:
+            await asyncio.wait([self._expect(rank) for rank in late], timeout=timeout_s)
+        for rank in late:
+            if rank not in self._peers and rank in self._left:
+                _kill(self._left[rank])
             self._expected.pop(rank).cancel()
 
     async def bring(self, ranks: Iterable[int], timeout_s: float) -> None:
@@ -272,6 +272,7 @@ class Roster:
             case LaunchFailed(reason=reason):
                 self._not_loaded(ConfigError(reason))
             case Ended(rank=rank) if message.incarnation == self._incarnations.get(rank):
+                self._left.pop(rank, None)
                 error = PoolError(f"rank {rank} ended with code {message.exit_code} before it was ready")
                 self._fail_expected(error, [rank])
 
@@ -337,6 +338,9 @@ class Roster:
         self._loaded = asyncio.get_running_loop().create_future()
         if hello.load_s is not None:
             self._loaded.set_result(None)
+        if self._is_finding:
+            self._incarnations = {each.rank: each.incarnation for each in hello.ranks}
+            self._left = {each.rank: each.pid for each in hello.ranks if each.pid is not None}
         self._launcher = Peer(reader, writer, self._on_launcher_gone, self._on_launcher_message)
         self._launcher.tell(Welcome())
         self._launcher_came.set()
