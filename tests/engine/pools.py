@@ -3,7 +3,8 @@
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ FILL = 1  # put the second token's byte into every slot to be written
 DIE = 2  # the member kills itself while the others wait for it
 RAISE = 3  # the member raises while the others wait for it
 STOP = 4  # the member stops (SIGSTOP) while the others wait for it
+HOLD = 5  # like FILL, but the first rank says that it has begun, and is not done until the gate opens
 
 
 class ToldStepper:
-    def __init__(self, rank: int, memory: KvMemory) -> None:
+    def __init__(self, rank: int, memory: KvMemory, gate: str) -> None:
+        self._gate = gate
         self._bare = BareStepper(rank)
         self._rank = rank
         self._memory = memory
@@ -44,11 +47,15 @@ class ToldStepper:
             os.kill(os.getpid(), signal.SIGKILL if what == DIE else signal.SIGSTOP)
         if link.index == argument and what == RAISE:
             raise ValueError("as told")
-        if what == FILL:
+        if what in (FILL, HOLD):
             for request in step.requests:
                 for rank, slot in request.blocks[request.num_prefix_tokens // BLOCK_TOKENS :]:
                     if rank == self._rank:
                         self._memory.block(slot)[:] = bytes([argument]) * BLOCK_BYTES
+        if what == HOLD and link.index == 0:
+            begun(self._gate).touch()
+            while not Path(self._gate).exists():
+                time.sleep(0.005)
         found = link.all_gather(torch.tensor([self._rank])).wait()
         assert found.flatten().tolist() == list(range(step.first_rank, step.first_rank + step.degree))
         return self._bare.run(step, link)
@@ -58,12 +65,20 @@ class ToldSource:
     block_bytes = BLOCK_BYTES
     block_tokens = BLOCK_TOKENS
 
+    def __init__(self, gate: str) -> None:
+        self._gate = gate
+
     def stepper(self, rank: int, memory: KvMemory) -> ToldStepper:
-        return ToldStepper(rank, memory)
+        return ToldStepper(rank, memory, self._gate)
 
 
-def load() -> ToldSource:
-    return ToldSource()
+def load(gate: str = "") -> ToldSource:
+    return ToldSource(gate)
+
+
+def begun(gate: str) -> Path:
+    """The file that says that a step waits for the gate."""
+    return Path(f"{gate}.begun")
 
 
 def config(num_ranks: int, **changes: Any) -> PoolConfig:
@@ -85,10 +100,13 @@ def told(
     group: tuple[int, int],
     epoch: int,
     blocks: list[Address] | None = None,
+    labels: Sequence[bytes] = (),
 ) -> Step:
+    """With labels, the request fills as many blocks."""
     first_rank, degree = group
     blocks = [(first_rank, 0)] if blocks is None else blocks
-    request = StepRequest(request_id=1, token_ids=[what, argument], num_prefix_tokens=0, blocks=blocks)
+    token_ids = [what, argument, *[0] * (len(labels) * BLOCK_TOKENS - 2)]
+    request = StepRequest(request_id=1, token_ids=token_ids, num_prefix_tokens=0, blocks=blocks, labels=labels)
     return Step(step_id=step_id, first_rank=first_rank, degree=degree, epoch=epoch, requests=[request])
 
 

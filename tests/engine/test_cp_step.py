@@ -80,12 +80,15 @@ def test_greedy_continuation_after_a_chunked_prefill_is_the_reference_s(family, 
     found = list(prompt)
     num_done = 44
     while len(found) < len(prompt) + 32:
-        this = request(0, found, num_done, table(len(found)), sampling=Sampling(), has_logprob=True)
+        this = request(0, found, num_done, table(len(found)), sampling=Sampling(), num_top_logprobs=3)
         out = ranks.sampled(0, degree, [this])[0]
         num_done = len(found)
         found.append(out.token_id)
         logits = reference_logits(saved, tuple(found[:-1]))[-1]
-        assert out.logprob == pytest.approx(float(torch.log_softmax(logits, -1)[out.token_id]), abs=1e-3)
+        logprobs = torch.log_softmax(logits, -1)
+        assert out.logprob == pytest.approx(float(logprobs[out.token_id]), abs=1e-3)
+        assert [logprob for _, logprob in out.top_logprobs] == pytest.approx(logprobs.topk(3).values.tolist(), abs=1e-3)
+        assert out.top_logprobs[0] == (out.token_id, out.logprob)
     assert found[len(prompt) :] == saved.greedy(prompt, 32)
 
 

@@ -122,6 +122,25 @@ def test_a_rank_killed_in_the_middle_of_a_switch_fails_it():
     run(test)
 
 
+def test_a_rank_that_dies_while_its_groups_form_holds_nobody_up():
+    async def test():
+        # Nobody waits for a member that is gone until the time is over: that would be longer than this test may take.
+        async with open_pool(4, connect_timeout_s=1000.0) as pool:
+            pids = pool.roster.pids
+            os.kill(pids[3], signal.SIGSTOP)
+            pool.kill(2)
+            while (await pool.status(0)).generation < 2:
+                await asyncio.sleep(0)
+            pool.kill(3)
+            await asyncio.sleep(0)
+            await gone(pids[3])
+            while 3 in pool.roster.pids and pool.roster.pids[3] == pids[3]:
+                await asyncio.sleep(0)
+            await _goes_on(pool, {2, 3}, 1, pids)
+
+    run(test)
+
+
 def test_a_rank_that_stops_is_a_bounded_error_and_is_replaced():
     async def test():
         async with open_pool(2, step_timeout_s=1.0, control_timeout_s=1.0, connect_timeout_s=1.0) as pool:

@@ -157,6 +157,7 @@ def test_ranks_run_under_torchrun(tmp_path):
             "interface_host": host,
             "connect_timeout_s": 20.0,
             "step_timeout_s": 20.0,
+            "orphan_timeout_s": 20.0,
         }
         path = tmp_path / "launch.json"
         path.write_text(json.dumps(launch))

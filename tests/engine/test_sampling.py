@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vertumnus.engine.sampling import log_probability, sample
+from vertumnus.engine.sampling import log_probabilities, sample
 from vertumnus.engine.step import Sampling
 from vertumnus.errors import ConfigError
 
@@ -46,7 +46,22 @@ def test_top_p_leaves_the_fewest_that_add_up_to_p(seed):
 
 def test_log_probability_is_that_of_the_plain_softmax():
     expected = math.log(torch.softmax(LOGITS.double(), 0)[2].item())
-    assert log_probability(LOGITS, 2) == pytest.approx(expected, abs=1e-6)
+    assert log_probabilities(LOGITS, 2, 0)[0] == pytest.approx(expected, abs=1e-6)
+
+
+@given(
+    logits=st.lists(st.integers(-3, 3), min_size=1, max_size=40), num_top=st.integers(0, 20), token=st.integers(0, 39)
+)
+def test_top_log_probabilities_are_those_of_the_plain_softmax_and_equal_ones_are_in_the_order_of_their_ids(
+    logits, num_top, token
+):
+    token %= len(logits)
+    expected = torch.log_softmax(torch.tensor(logits, dtype=torch.float64), -1).tolist()
+    own, top = log_probabilities(torch.tensor(logits, dtype=torch.bfloat16), token, num_top)
+    assert own == pytest.approx(expected[token], abs=1e-5)
+    ranking = sorted(range(len(logits)), key=lambda each: (-logits[each], each))[:num_top]
+    assert [each for each, _ in top] == ranking
+    assert [logprob for _, logprob in top] == pytest.approx([expected[each] for each in ranking], abs=1e-5)
 
 
 @pytest.mark.parametrize(

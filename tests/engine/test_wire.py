@@ -52,7 +52,8 @@ requests = st.builds(
     num_prefix_tokens=counts,
     blocks=addresses,
     sampling=st.none() | samplings,
-    has_logprob=st.booleans(),
+    labels=st.lists(st.binary(max_size=17), max_size=3).map(tuple),
+    num_top_logprobs=st.none() | st.integers(0, 20),
     has_all_logits=st.booleans(),
     prefix_path=st.sampled_from(PrefixPath),
 )
@@ -79,7 +80,14 @@ outputs = st.builds(
     rank=counts,
     epoch=counts,
     outputs=st.lists(
-        st.builds(RequestOutput, request_id=counts, token_id=counts, logprob=st.none() | st.floats(-9, 0)), max_size=2
+        st.builds(
+            RequestOutput,
+            request_id=counts,
+            token_id=counts,
+            logprob=st.none() | st.floats(-9, 0),
+            top_logprobs=st.lists(st.tuples(counts, st.floats(-9, 0)), max_size=2).map(tuple),
+        ),
+        max_size=2,
     ).map(tuple),
     timings=timings,
     received_bytes=counts,
@@ -93,6 +101,7 @@ leases = st.builds(
     rank=counts,
     slots=rows,
     checksums=st.lists(st.binary(max_size=16), max_size=3).map(tuple),
+    tags=st.lists(st.binary(max_size=32), max_size=3).map(tuple),
     block_bytes=counts,
     source=st.builds(
         CopySource,

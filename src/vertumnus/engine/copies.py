@@ -81,17 +81,19 @@ class Copies:
             rank=self._rank,
             slots=slots,
             checksums=tuple(checksum(self._memory.block(slot)) for slot in slots),
+            tags=self._slot_use.tags_of(slots),
             block_bytes=self._memory.block_bytes,
             source=CopySource(host=self._server.host, port=self._server.port, memory=self._memory.handle),
         )
 
     def pull(self, pull: Pull) -> Pulled | Refusal:
-        """Installs the blocks. Raises CopyFailed if the source is gone; its blocks' slots then hold nothing of use."""
+        """Installs the blocks, and the labels of those that arrived as they were. Raises CopyFailed if the source is
+        gone; its blocks' slots then hold nothing of use."""
         lease, slots = pull.lease, pull.slots
         wrong = self._invalid(slots)
         if wrong is not None:
             return wrong
-        if len(slots) != len(lease.slots) or len(lease.checksums) != len(slots):
+        if not len(slots) == len(lease.slots) == len(lease.checksums) == len(lease.tags):
             return self._refusal(
                 RefusalReason.INVALID, f"{len(slots)} slots for {len(lease.slots)} blocks; accepted: as many"
             )
@@ -103,6 +105,7 @@ class Copies:
         in_use = self._slot_use.begin(written=slots)
         if in_use is not None:
             return self._refusal(RefusalReason.SLOT_IN_USE, in_use)
+        tags: dict[int, bytes] = {}
         try:
             handle = lease.source.memory
             is_tcp = pull.is_tcp or handle is None or handle.host_id != host_id()
@@ -115,8 +118,11 @@ class Copies:
                 checksum(self._memory.block(slot)) == expected
                 for slot, expected in zip(slots, lease.checksums, strict=True)
             )
+            tags = {
+                slot: tag for slot, tag, is_good in zip(slots, lease.tags, is_installed, strict=True) if is_good and tag
+            }
         finally:
-            self._slot_use.end(written=slots)
+            self._slot_use.end(written=slots, tags=tags)
         return Pulled(is_installed=is_installed, is_tcp=is_tcp)
 
     def _read_mapped(self, handle: MemoryHandle, lease: Lease, slots: tuple[int, ...]) -> None:

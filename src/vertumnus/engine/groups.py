@@ -7,7 +7,9 @@ a member is formed anew under the next. There is no default group, and groups kn
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +21,17 @@ from vertumnus.engine.collectives import GroupBroken, GroupLink
 from vertumnus.engine.geometry import GroupKey
 
 
+@dataclass(frozen=True, slots=True)
+class Forming:
+    """What `Groups.prepare` has begun: the groups that are to be, small ones first. Done once the group is there."""
+
+    generation: int
+    outcomes: dict[GroupKey, Future[None]]
+
+
 class Groups:
     """One rank's ends of its groups. `form` is called by one thread, beside the one that runs steps;
-    `abort` by any.
+    `prepare` and `abort` by any.
 
     store: where members find each other. host: the address that gloo listens on. connect_timeout_s bounds the forming
     of a group, exchange_timeout_s each wait for another member afterwards. has_own_gpu: NCCL instead of gloo;
@@ -40,6 +50,7 @@ class Groups:
         is_staged: bool = False,
     ) -> None:
         self.generation = 0
+        """The highest that this rank was asked to form groups under."""
         self._rank = rank
         self._store = store
         self._host = host
@@ -50,6 +61,7 @@ class Groups:
         self._lock = threading.Lock()
         self._links: dict[GroupKey, GroupLink] = {}
         self._process_groups: dict[GroupKey, Any] = {}
+        self._forming: dict[GroupKey, Future[None]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -62,17 +74,28 @@ class Groups:
         with self._lock:
             return tuple(sorted(self._links))
 
-    def form(self, generation: int, keys: Iterable[GroupKey]) -> None:
-        """Forms those of `keys` that have this rank as a member, small ones first, each warmed by one exchange. What
-        was there before under the same key is given up. Every member must be asked for the same generation; all of
-        them return, or raise GroupBroken within the connect timeout.
-        """
+    def prepare(self, generation: int, keys: Iterable[GroupKey]) -> Forming:
+        """Gives up those of `keys` that have this rank as a member, and enters them as being formed, for `form` to do
+        it: an `abort` from here on ends that too. Every member must be asked for the same generation."""
         mine = sorted((key for key in keys if self._rank in key.ranks), key=lambda key: (key.degree, key.first_rank))
         self.abort(mine)
-        for key in mine:
-            if key.degree > 1:
-                self._form(generation, key)
-        self.generation = max(self.generation, generation)
+        outcomes: dict[GroupKey, Future[None]] = {key: Future() for key in mine if key.degree > 1}
+        with self._lock:
+            self.generation = max(self.generation, generation)
+            self._forming.update(outcomes)
+        return Forming(generation, outcomes)
+
+    def form(self, forming: Forming) -> None:
+        """Forms the groups, each warmed by one exchange. All members return; or raise GroupBroken, at once where the
+        group is given up meanwhile, and within the connect timeout otherwise."""
+        try:
+            for key, outcome in forming.outcomes.items():
+                if not outcome.done():
+                    # In a thread that nobody waits for: what waits for a member that died cannot be interrupted.
+                    threading.Thread(target=self._connect, args=(forming.generation, key, outcome), daemon=True).start()
+                outcome.result()
+        finally:
+            self._stop_forming(forming.outcomes)
 
     @contextmanager
     def using(self, key: GroupKey) -> Iterator[GroupLink]:
@@ -98,6 +121,10 @@ class Groups:
     def abort(self, keys: Iterable[GroupKey]) -> None:
         """Gives the groups up: a wait on one of them, in whichever thread, ends with GroupBroken, here and at once;
         at other members as soon as they notice that this end is closed."""
+        keys = list(keys)
+        with self._lock:
+            forming = {key: self._forming[key] for key in keys if key in self._forming}
+        self._stop_forming(forming)
         for key in keys:
             with self._lock:
                 self._links.pop(key, None)
@@ -105,7 +132,38 @@ class Groups:
             if process_group is not None:
                 _abort(process_group)
 
-    def _form(self, generation: int, key: GroupKey) -> None:
+    def abort_all(self) -> None:
+        """Gives up every group, those that are being formed included."""
+        with self._lock:
+            keys = {*self._links, *self._forming}
+        self.abort(keys)
+
+    def _stop_forming(self, outcomes: dict[GroupKey, Future[None]]) -> None:
+        for key, outcome in outcomes.items():
+            with self._lock:
+                if self._forming.get(key) is outcome:
+                    del self._forming[key]
+            with contextlib.suppress(InvalidStateError):  # it is formed, or failed
+                outcome.set_exception(GroupBroken(f"the group {key} was given up while it formed"))
+
+    def _connect(self, generation: int, key: GroupKey, outcome: Future[None]) -> None:
+        try:
+            link, process_group = self._formed(generation, key)
+        except Exception as error:  # raised by `form`
+            with contextlib.suppress(InvalidStateError):
+                outcome.set_exception(error)
+            return
+        with self._lock:
+            is_wanted = self._forming.get(key) is outcome
+            if is_wanted:
+                del self._forming[key]
+                self._links[key] = link
+                self._process_groups[key] = process_group
+                outcome.set_result(None)
+        if not is_wanted:
+            _abort(process_group)
+
+    def _formed(self, generation: int, key: GroupKey) -> tuple[GroupLink, Any]:
         name = f"{generation}/{key}/"
         store = PrefixStore(name, self._store)
         index = self._rank - key.first_rank
@@ -117,9 +175,7 @@ class Groups:
                 process_group._set_default_timeout(self._exchange_timeout)
         except RuntimeError as error:
             raise GroupBroken(f"the group {key} did not form under generation {generation}: {error}") from error
-        with self._lock:
-            self._links[key] = link
-            self._process_groups[key] = process_group
+        return link, process_group
 
     def _process_group(self, store: Store, index: int, degree: int) -> Any:
         if self._has_own_gpu:

@@ -2,16 +2,16 @@
 
 Forks share what was loaded, page by page, so eight ranks cost one model and a rank that died is back at once. To be
 safe to fork, this process stays single-threaded for good: it loads with one thread, touches no GPU and waits in one
-place. Whoever starts it (`RankPool`) passes the descriptor of a connected socket; when that closes, all ranks end, and
-they end with this process, however it ends.
+place. It outlives the pool that started it as its ranks do (`pool_door`), for the next one to find them; the ranks end
+with this process, however it ends.
 """
 
+import contextlib
 import ctypes
 import gc
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -20,7 +20,20 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # re-exported without saying so
 
-from vertumnus.engine.messages import Ended, Fork, Forked, Launch, LaunchFailed, Loaded
+from vertumnus.engine.errors import WireError
+from vertumnus.engine.messages import (
+    Dismiss,
+    Ended,
+    Fork,
+    Forked,
+    Launch,
+    LaunchedRank,
+    LauncherHello,
+    LaunchFailed,
+    Loaded,
+    decode,
+)
+from vertumnus.engine.pool_door import enter
 from vertumnus.engine.rank_process import StepperSource, load_source, run_rank
 from vertumnus.engine.wire import Connection
 from vertumnus.errors import VertumnusError
@@ -39,41 +52,92 @@ class _Child:
 class Launcher:
     """Owns the ranks' processes."""
 
-    def __init__(self, connection: Connection, launch: Launch, source: StepperSource) -> None:
-        self._connection = connection
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._source = source
+        self._source: StepperSource | None = None
+        self._load_s: float | None = None
         # Where groups find their members: a file without a name that all forks inherit and no rank's death harms.
         self._store_fd = os.memfd_create("vertumnus-rendezvous")
         self._selector = selectors.DefaultSelector()
-        self._selector.register(connection, selectors.EVENT_READ)
+        self._connection: Connection | None = None
         self._children: dict[int, _Child] = {}
+        self._incarnations: dict[int, int] = {}
 
     def run(self) -> None:
-        """Until the pool closes the connection."""
+        """Until the pool dismisses it, or is gone and no other comes."""
         try:
-            while True:
-                for key, _ in self._selector.select():
-                    if key.fileobj is self._connection:
-                        self._receive()
-                    else:
-                        self._reap(self._children[key.fd])
-        except (EOFError, OSError):
-            pass  # the pool is gone or done
+            self._connection = enter(self._launch, self._hello)
+            if self._connection is not None and self._load():
+                while self._connection is not None:
+                    self._serve(self._connection)
         finally:
             for child in self._children.values():
                 os.kill(child.pid, signal.SIGKILL)
             for child in self._children.values():
                 os.waitpid(child.pid, 0)
 
-    def _receive(self) -> None:
-        call_id, message = self._connection.receive()
+    def _load(self) -> bool:
+        assert self._connection is not None
+        start_s = time.monotonic()
+        try:
+            self._source = load_source(self._launch)
+        except Exception as error:  # the pool raises it
+            reason = str(error) if isinstance(error, VertumnusError) else f"{type(error).__name__}: {error}"
+            self._tell(LaunchFailed(reason=reason))
+            return False
+        gc.collect()
+        gc.freeze()  # what was loaded stays shared: the collector would write to every object
+        self._load_s = time.monotonic() - start_s
+        self._tell(Loaded(load_s=self._load_s))
+        return True
+
+    def _hello(self) -> LauncherHello:
+        pids = {child.rank: child.pid for child in self._children.values()}
+        return LauncherHello(
+            launch=self._launch,
+            pid=os.getpid(),
+            load_s=self._load_s,
+            ranks=tuple(
+                LaunchedRank(rank=rank, incarnation=incarnation, pid=pids.get(rank))
+                for rank, incarnation in sorted(self._incarnations.items())
+            ),
+        )
+
+    def _serve(self, connection: Connection) -> None:
+        """Until the connection ends; then there is another one, or none."""
+        self._selector.register(connection, selectors.EVENT_READ)
+        is_dismissed = False
+        try:
+            while not is_dismissed:
+                for key, _ in self._selector.select():
+                    if key.fileobj is not connection:
+                        self._reap(self._children[key.fd])
+                    elif self._receive(connection):
+                        is_dismissed = True
+        except (EOFError, OSError, WireError):
+            pass  # the pool is gone
+        self._selector.unregister(connection)
+        connection.close()
+        self._connection = None if is_dismissed else enter(self._launch, self._hello)
+
+    def _receive(self, connection: Connection) -> bool:
+        """Does what the pool asks; whether that is to end."""
+        call_id, message = connection.receive()
+        if isinstance(message, Dismiss):
+            return True
         assert isinstance(message, Fork)
         pid = self._fork(message)
         pid_fd = os.pidfd_open(pid)
         self._children[pid_fd] = _Child(pid, pid_fd, message.rank, message.incarnation)
+        self._incarnations[message.rank] = message.incarnation
         self._selector.register(pid_fd, selectors.EVENT_READ)
-        self._connection.send(call_id, Forked(pid=pid))
+        connection.send(call_id, Forked(pid=pid))
+        return False
+
+    def _tell(self, message: Ended | Loaded | LaunchFailed) -> None:
+        assert self._connection is not None
+        with contextlib.suppress(OSError):  # the pool is gone: that is seen where messages are received
+            self._connection.send(0, message)
 
     def _reap(self, child: _Child) -> None:
         _, status = os.waitpid(child.pid, 0)
@@ -81,7 +145,7 @@ class Launcher:
         os.close(child.pid_fd)
         del self._children[child.pid_fd]
         exit_code = os.waitstatus_to_exitcode(status)
-        self._connection.send(0, Ended(rank=child.rank, incarnation=child.incarnation, exit_code=exit_code))
+        self._tell(Ended(rank=child.rank, incarnation=child.incarnation, exit_code=exit_code))
 
     def _fork(self, wanted: Fork) -> int:
         parent = os.getpid()
@@ -91,6 +155,8 @@ class Launcher:
         exit_code = 1
         try:
             _die_with(parent)
+            assert self._connection is not None
+            assert self._source is not None
             os.close(self._connection.fileno())
             self._selector.close()
             for pid_fd in self._children:
@@ -114,23 +180,11 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> None:
-    """`python -m vertumnus.engine.launcher FD`"""
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
-    torch.set_num_threads(1)
-    start_s = time.monotonic()
-    call_id, launch = connection.receive()
+    """`python -m vertumnus.engine.launcher`, with the message `Launch` on its standard input."""
+    _, launch = decode(sys.stdin.buffer.read())
     assert isinstance(launch, Launch)
-    try:
-        source = load_source(launch)
-    except Exception as error:  # the pool raises it
-        reason = str(error) if isinstance(error, VertumnusError) else f"{type(error).__name__}: {error}"
-        connection.send(call_id, LaunchFailed(reason=reason))
-        return
-    gc.collect()
-    gc.freeze()  # what was loaded stays shared: the collector would write to every object
-    launcher = Launcher(connection, launch, source)
-    connection.send(call_id, Loaded(pid=os.getpid(), load_s=time.monotonic() - start_s))
-    launcher.run()
+    torch.set_num_threads(1)
+    Launcher(launch).run()
 
 
 if __name__ == "__main__":

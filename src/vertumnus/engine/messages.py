@@ -1,23 +1,15 @@
 """All that pool, launcher and ranks say to each other, as frozen dataclasses, and how they become plain values.
 
 A message travels as [call_id, name, {field: value}]; an answer has the call_id of what it answers, 0 answers nothing.
-Decoding checks every field against its annotation, so that what a handler gets has the types that it declares.
-Whole numbers in a row (token ids, slots) travel as little-endian int32 bytes.
 """
 
-import dataclasses
-import sys
-from array import array
-from collections import abc
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 import msgpack  # type: ignore[import-untyped]
 
+from vertumnus.engine.codec import packer, shown, unpacker
 from vertumnus.engine.errors import WireError
 from vertumnus.engine.geometry import GroupKey
 from vertumnus.engine.step import Step, StepOutput
@@ -49,7 +41,11 @@ class CopySource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A rank's first message. The pool closes the connection unless `token` is its own."""
+    """A rank's first message on every connection. The pool closes the connection unless `token` is its own; otherwise
+    it answers Welcome, or Dismiss where it has no use for the rank.
+
+    epoch, group: as in RankStatus.
+    """
 
     token: str
     rank: int
@@ -58,6 +54,8 @@ class Hello:
     num_slots: int
     block_bytes: int
     block_tokens: int
+    epoch: int = 0
+    group: GroupKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +65,19 @@ class Unfit:
     token: str
     rank: int
     reason: str
+
+
+# What the pool tells whoever comes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The pool has taken the process in: questions follow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dismiss:
+    """The process is to end: the pool closes, or another one has its place."""
 
 
 # What the pool asks
@@ -119,6 +130,8 @@ class Lease:
     rank: int
     slots: tuple[int, ...]
     checksums: tuple[bytes, ...]
+    tags: tuple[bytes, ...]
+    """Label and parent of each slot as in Labels; empty where it has none."""
     block_bytes: int
     source: CopySource
 
@@ -145,6 +158,17 @@ class ReleaseLease:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskStatus:
     """Answer: RankStatus, at once, whatever the rank is doing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """Gives up all groups, and waits until nothing is under way that was asked over an earlier connection. Answer:
+    RankStatus; what it says only changes by what is asked from then on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskLabels:
+    """Answer: Labels."""
 
 
 # What ranks answer
@@ -228,6 +252,15 @@ class RankStatus:
     num_wire_errors: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What the rank's slots hold, least recently used first: `tags` has LABEL_BYTES of label and as many of parent for
+    each of `slots`."""
+
+    slots: tuple[int, ...]
+    tags: bytes
+
+
 class FailureKind(Enum):
     """What broke."""
 
@@ -271,7 +304,8 @@ class Granted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What the launcher loads, and what every rank that it forks is given, besides its number. Answer: Loaded."""
+    """What the launcher loads, and what every rank that it forks is given, besides its number. The launcher reads it
+    from its standard input."""
 
     source: str
     """module:function that returns a `StepperSource`; called with `options`."""
@@ -286,11 +320,35 @@ class Launch:
     interface_host: str
     connect_timeout_s: float
     step_timeout_s: float
+    orphan_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedRank:
+    """A rank that the launcher has forked: its last incarnation. pid: None where that one has ended."""
+
+    rank: int
+    incarnation: int
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherHello:
+    """The launcher's first message on every connection; answered like a rank's.
+
+    launch: what it was started with, the token included. load_s: how long loading took; None while it loads.
+    """
+
+    launch: Launch
+    pid: int
+    load_s: float | None
+    ranks: tuple[LaunchedRank, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    pid: int
+    """Unasked: the launcher can fork ranks."""
+
     load_s: float
 
 
@@ -318,12 +376,16 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFailed:
+    """Unasked, instead of Loaded."""
+
     reason: str
 
 
 Message = (
     Hello
     | Unfit
+    | Welcome
+    | Dismiss
     | FormGroups
     | Activate
     | RunStep
@@ -332,6 +394,8 @@ Message = (
     | Pull
     | ReleaseLease
     | AskStatus
+    | Settle
+    | AskLabels
     | Refusal
     | Done
     | Activated
@@ -339,10 +403,12 @@ Message = (
     | Leased
     | Pulled
     | RankStatus
+    | Labels
     | Failure
     | ReadBlocks
     | Granted
     | Launch
+    | LauncherHello
     | Loaded
     | Fork
     | Forked
@@ -350,7 +416,6 @@ Message = (
     | LaunchFailed
 )
 
-_T = TypeVar("_T")
 _BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in get_args(Message)}
 
 
@@ -358,7 +423,7 @@ def encode(call_id: int, message: Message) -> bytes:
     """The bytes of a message. Raises WireError if a value does not fit the wire (an integer beyond its range)."""
     kind: Any = type(message)
     try:
-        return bytes(msgpack.packb([call_id, kind.__name__, _packer(kind)(message)]))
+        return bytes(msgpack.packb([call_id, kind.__name__, packer(kind)(message)]))
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise WireError(f"{kind.__name__} cannot be sent: {error}") from error
 
@@ -368,9 +433,9 @@ def decode(body: bytes) -> tuple[int, Message]:
     call_id, name, fields = _envelope(body)
     kind = _BY_NAME.get(name)
     if kind is None:
-        raise WireError(f"message type {_shown(name)} is unknown")
+        raise WireError(f"message type {shown(name)} is unknown")
     try:
-        message: Message = _unpacker(kind)(fields, name)
+        message: Message = unpacker(kind)(fields, name)
     except (ValueError, RecursionError) as error:  # what the dataclass itself does not accept
         raise WireError(f"{name}: {error}") from error
     return call_id, message
@@ -384,16 +449,6 @@ def call_id_of(body: bytes) -> int:
         return 0
 
 
-def from_plain(kind: type[_T], value: object, name: str) -> _T:
-    """A dataclass from the plain values that it travels as. Raises WireError; `name` is what it calls the value."""
-    try:
-        annotation: Any = kind
-        found: _T = _unpacker(annotation)(value, name)
-    except ValueError as error:  # what the dataclass itself does not accept
-        raise WireError(f"{name}: {error}") from error
-    return found
-
-
 def _envelope(body: bytes) -> tuple[int, str, Any]:
     try:
         value = msgpack.unpackb(body, strict_map_key=True)
@@ -403,148 +458,3 @@ def _envelope(body: bytes) -> tuple[int, str, Any]:
         case [int() as call_id, str() as name, fields] if type(call_id) is int and 0 <= call_id < 2**63:
             return call_id, name, fields
     raise WireError("a frame is not [call_id, name, fields]")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-# The codec: one packer and one unpacker per annotation
-
-_Packer = Callable[[Any], Any]
-_Unpacker = Callable[[Any, str], Any]
-_SCALARS: dict[Any, tuple[type, ...]] = {int: (int,), str: (str,), bytes: (bytes,), bool: (bool,), float: (float, int)}
-
-
-@cache
-def _packer(kind: Any) -> _Packer:
-    if dataclasses.is_dataclass(kind):
-        assert isinstance(kind, type)
-        packers = {name: _packer(hint) for name, hint in _hints(kind).items()}
-        return lambda value: {name: pack(getattr(value, name)) for name, pack in packers.items()}
-    if kind is float:
-        return float
-    if kind in _SCALARS:
-        return lambda value: value
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return lambda value: value.value
-    if (item := _optional(kind)) is not None:
-        pack = _packer(item)
-        return lambda value: None if value is None else pack(value)
-    items = get_args(kind)
-    if _is_row(kind):
-        if items[0] is int:
-            return _int32_bytes
-        pack = _packer(items[0])
-        return lambda value: [pack(each) for each in value]
-    assert get_origin(kind) is tuple
-    pack_each = [_packer(item) for item in items]
-    return lambda value: [pack(each) for pack, each in zip(pack_each, value, strict=True)]
-
-
-@cache
-def _unpacker(kind: Any) -> _Unpacker:
-    if dataclasses.is_dataclass(kind):
-        assert isinstance(kind, type)
-        return _dataclass_unpacker(kind)
-    if kind in _SCALARS:
-        return _scalar_unpacker(kind)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return _enum_unpacker(kind)
-    if (item := _optional(kind)) is not None:
-        unpack = _unpacker(item)
-        return lambda value, path: None if value is None else unpack(value, path)
-    return _sequence_unpacker(kind)
-
-
-def _dataclass_unpacker(kind: type[Any]) -> _Unpacker:
-    unpackers = {name: _unpacker(hint) for name, hint in _hints(kind).items()}
-
-    def unpack(value: Any, path: str) -> Any:
-        if not isinstance(value, dict) or value.keys() != unpackers.keys():
-            raise WireError(f"{path} has other fields than {', '.join(unpackers) or 'none'}")
-        return kind(**{name: unpack(value[name], f"{path}.{name}") for name, unpack in unpackers.items()})
-
-    return unpack
-
-
-def _scalar_unpacker(kind: type) -> _Unpacker:
-    accepted = _SCALARS[kind]
-
-    def unpack(value: Any, path: str) -> Any:
-        if type(value) not in accepted:
-            raise WireError(f"{path} is {_shown(value)}; accepted: {kind.__name__}")
-        return kind(value)
-
-    return unpack
-
-
-def _enum_unpacker(kind: type[Enum]) -> _Unpacker:
-    by_value = {member.value: member for member in kind}
-
-    def unpack(value: Any, path: str) -> Any:
-        if not isinstance(value, str) or value not in by_value:
-            raise WireError(f"{path} is {_shown(value)}; accepted: {', '.join(by_value)}")
-        return by_value[value]
-
-    return unpack
-
-
-def _sequence_unpacker(kind: Any) -> _Unpacker:
-    items = get_args(kind)
-    if not _is_row(kind):
-        unpack_each = [_unpacker(item) for item in items]
-
-        def unpack_fixed(value: Any, path: str) -> Any:
-            if not isinstance(value, list) or len(value) != len(unpack_each):
-                raise WireError(f"{path} is {_shown(value)}; accepted: {len(unpack_each)} values")
-            return tuple(unpack(each, path) for unpack, each in zip(unpack_each, value, strict=True))
-
-        return unpack_fixed
-    if items[0] is int:
-        return _int32_row
-    unpack = _unpacker(items[0])
-
-    def unpack_row(value: Any, path: str) -> Any:
-        if not isinstance(value, list):
-            raise WireError(f"{path} is {_shown(value)}; accepted: a list")
-        return tuple(unpack(each, f"{path}[{place}]") for place, each in enumerate(value))
-
-    return unpack_row
-
-
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-def _optional(kind: Any) -> Any:
-    """X of X | None."""
-    if get_origin(kind) not in (UnionType, Union):
-        return None
-    (item,) = [each for each in get_args(kind) if each is not NoneType]
-    return item
-
-
-def _is_row(kind: Any) -> bool:
-    """Any number of values of one type."""
-    return get_origin(kind) is abc.Sequence or (get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis)
-
-
-def _int32_bytes(values: Sequence[int]) -> bytes:
-    row = array("i", values)
-    assert row.itemsize == 4
-    if sys.byteorder == "big":
-        row.byteswap()
-    return row.tobytes()
-
-
-def _int32_row(value: Any, path: str) -> tuple[int, ...]:
-    if not isinstance(value, bytes) or len(value) % 4:
-        raise WireError(f"{path} is {_shown(value)}; accepted: int32 bytes")
-    row = array("i")
-    row.frombytes(value)
-    if sys.byteorder == "big":
-        row.byteswap()
-    return tuple(row)

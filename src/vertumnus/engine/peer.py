@@ -46,6 +46,11 @@ class Peer:
         self._writer.write(data)
         return answer
 
+    def tell(self, message: Message) -> None:
+        """Sends what has no answer."""
+        if not self.is_gone:
+            self._writer.write(frame(0, message))
+
     async def close(self) -> None:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -5,13 +5,16 @@
     outputs = await pool.step(Step(step_id=1, first_rank=0, degree=4, epoch=1, requests=[...]))
     await pool.close()
 
+Ranks outlive the process that has the pool where it was given a socket that somebody else keeps open
+(`PoolConfig.listen_fd`): the next process then finds them, with all that they hold, by `RankPool.attach`.
+
 Nothing here knows the model, and no torch is imported. A rank that dies is started again, and the groups that lost it
 are formed anew under the next generation; whoever uses the pool then activates them under a new epoch.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,11 +33,13 @@ from vertumnus.engine.messages import (
     Abort,
     Activate,
     Activated,
+    AskLabels,
     AskStatus,
     Done,
     Failure,
     FailureKind,
     FormGroups,
+    Labels,
     Lease,
     Leased,
     Message,
@@ -44,13 +49,14 @@ from vertumnus.engine.messages import (
     Refusal,
     ReleaseLease,
     RunStep,
+    Settle,
     Stepped,
     TakeLease,
 )
 from vertumnus.engine.peer import PeerGone
 from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.engine.roster import Roster
-from vertumnus.engine.step import Step, StepOutput
+from vertumnus.engine.step import LABEL_BYTES, Step, StepOutput
 from vertumnus.errors import ConfigError
 
 _Answer = TypeVar("_Answer")
@@ -68,7 +74,7 @@ class RankGone:
 
 @dataclass(frozen=True, slots=True)
 class RankBack:
-    """The rank is there again, with nothing in its KV memory, and all its groups are whole under `generation`."""
+    """The rank is there again, its groups whole under `generation`; take it to hold nothing, or ask for its labels."""
 
     rank: int
     generation: int
@@ -85,12 +91,23 @@ class GroupsFormed:
 PoolEvent = RankGone | RankBack | GroupsFormed
 
 
+@dataclass(frozen=True, slots=True)
+class SlotLabel:
+    """What the step that filled a slot called its block, and the block before; `parent` is zeros for the first one."""
+
+    slot: int
+    label: bytes
+    parent: bytes
+
+
 class RankPool:
     """Every method may be awaited while others are; each is bounded and fails with an error of `errors`."""
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self.generation = 0
+        self.highest_epoch = 0
+        """Of any rank when it came to this pool; whoever uses the pool begins above it."""
         self.events: asyncio.Queue[PoolEvent] = asyncio.Queue()
         self.roster = Roster(config, self._on_lost)
         self._generations: dict[GroupKey, int] = {}
@@ -114,6 +131,18 @@ class RankPool:
         return pool
 
     @classmethod
+    async def attach(cls, config: PoolConfig) -> "RankPool":
+        """Like `start`, with the launcher and the ranks of a pool whose process is gone; those that have died since
+        are started again. The others keep their KV, labels and epochs. What they were asked and had not begun is
+        dropped, a step of several ranks that was under way is given up, and any other has run to its end; leases are
+        released. Raises PoolError where nobody is there, ConfigError where they were started for something else."""
+        if config.token is None:
+            raise ConfigError("token is none; accepted: the one that the ranks were started with")
+        pool = await cls.listen(config)
+        await pool._begin(pool.roster.find, MAX_RECOVERIES)
+        return pool
+
+    @classmethod
     async def listen(cls, config: PoolConfig) -> "RankPool":
         """Only the address, for ranks that another supervisor starts; `begin` waits for them."""
         pool = cls(config)
@@ -122,10 +151,20 @@ class RankPool:
 
     async def begin(self) -> None:
         """See `start`."""
+        await self._begin(self.roster.launch, 1)
+
+    async def _begin(self, find_launcher: Callable[[], Awaitable[None]], num_attempts: int) -> None:
         try:
             if self.config.is_launched:
-                await self.roster.launch()
-            await self._recover(self.config.start_timeout_s)
+                await find_launcher()
+            while True:
+                num_attempts -= 1
+                try:
+                    await self._recover(self.config.start_timeout_s)
+                    break
+                except (RankError, PoolError):
+                    if not num_attempts or self.roster.is_launcher_gone:
+                        raise
         except BaseException:
             await self.close()
             raise
@@ -189,6 +228,21 @@ class RankPool:
     async def status(self, rank: int) -> RankStatus:
         """At once, whatever the rank is doing."""
         return _expect(await self._ask(rank, AskStatus(), self.config.control_timeout_s), RankStatus)
+
+    async def labels(self, rank: int) -> list[SlotLabel]:
+        """What the rank's slots hold, least recently used first; of a sequence, what comes late before what comes
+        early. Only slots that were filled by a step with labels, or copied from one, and not written to since."""
+        answer = _expect(await self._ask(rank, AskLabels(), self.config.control_timeout_s), Labels)
+        if len(answer.tags) != 2 * LABEL_BYTES * len(answer.slots):
+            raise WireError(f"rank {rank} answers {len(answer.tags)} bytes for the labels of {len(answer.slots)} slots")
+        parts = [answer.tags[at : at + LABEL_BYTES] for at in range(0, len(answer.tags), LABEL_BYTES)]
+        return [SlotLabel(*each) for each in zip(answer.slots, parts[::2], parts[1::2], strict=True)]
+
+    def kill(self, rank: int) -> None:
+        """Ends the rank's process; what follows is as if it had died by itself."""
+        if not 0 <= rank < self.config.num_ranks:
+            raise ConfigError(f"rank is {rank}; accepted: 0 to {self.config.num_ranks - 1}")
+        self.roster.kill(rank)
 
     async def lease(self, rank: int, slots: Sequence[int]) -> Lease | Refusal:
         """Keeps the slots of a rank from being written until `release`, or until the configured time has gone."""
@@ -292,8 +346,9 @@ class RankPool:
     # Losses
 
     def _on_lost(self, rank: int, reason: str) -> None:
-        if rank not in self._gone:
-            self._gone.add(rank)
+        is_news = self._is_started and rank not in self._gone
+        self._gone.add(rank)
+        if is_news:
             self.events.put_nowait(RankGone(rank, reason))
         self._give_up(groups_with([rank], self.config.num_ranks))
 
@@ -342,6 +397,7 @@ class RankPool:
         self._broken.clear()
         self._forming = broken
         try:
+            await self._settle(newcomers)
             await self._form(broken)
         except BaseException:
             self._gone |= newcomers
@@ -356,6 +412,16 @@ class RankPool:
         if not newcomers:
             self.events.put_nowait(GroupsFormed(tuple(sorted(broken)), self.generation))
 
+    async def _settle(self, ranks: Iterable[int]) -> None:
+        """Whatever another pool has asked of them is over then, and this one's epochs and generations are above."""
+        # A rank that has stopped is not waited for as long as one that computes.
+        await self._of_each({rank: self._send(rank, AskStatus()) for rank in ranks}, self.config.control_timeout_s)
+        asked = {rank: self._send(rank, Settle()) for rank in ranks}
+        for answer in await self._of_each(asked, self.config.step_timeout_s + self.config.control_timeout_s):
+            status = _expect(answer, RankStatus)
+            self.generation = max(self.generation, status.generation)
+            self.highest_epoch = max(self.highest_epoch, status.epoch)
+
     async def _form(self, keys: set[GroupKey]) -> None:
         self.generation += 1
         self._generations.update(dict.fromkeys(keys, self.generation))
@@ -366,8 +432,12 @@ class RankPool:
             asked[rank] = self._send(rank, FormGroups(generation=self.generation, groups=mine))
         # A rank forms up to three groups one after the other; the last may wait for others' first.
         timeout_s = 3 * self.config.connect_timeout_s + self.config.control_timeout_s
+        await self._of_each(asked, timeout_s)
+
+    async def _of_each(self, asked: Mapping[int, asyncio.Future[Message]], timeout_s: float) -> list[Message]:
+        """The answers, when all have come; who gives none in time is killed."""
         found = await asyncio.gather(
-            *(self._answer(rank, asked[rank], timeout_s) for rank in ranks), return_exceptions=True
+            *(self._answer(rank, answer, timeout_s) for rank, answer in asked.items()), return_exceptions=True
         )
         errors = [each for each in found if isinstance(each, BaseException)]
         for error in errors:
@@ -375,6 +445,7 @@ class RankPool:
                 self.roster.kill(error.rank)
         if errors:
             raise min(errors, key=_distance_from_cause)
+        return [each for each in found if not isinstance(each, BaseException)]
 
 
 def _distance_from_cause(error: BaseException) -> int:

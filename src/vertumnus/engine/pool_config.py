@@ -15,10 +15,14 @@ class PoolConfig:
     source: module:function that gives every rank its stepper; it is called with `options`, which JSON can carry.
     num_slots: KV blocks per rank. threads_per_rank: of one operator of a rank, set and not inherited.
     host, port: where ranks connect to and listen on; port 0 takes any. token: None makes one up.
+    listen_fd: a socket that listens already, instead of host and port, and that whoever made it keeps open: ranks
+    outlive the pool's process as long as it does, and wait there for the next (`RankPool.attach`). None: they end with
+    the pool.
     is_launched: False where another supervisor starts the ranks (torchrun) and starts them again.
     connect_timeout_s bounds the forming of a group, step_timeout_s a step and every exchange within it,
     control_timeout_s any other answer, recovery_timeout_s one attempt to bring lost ranks back.
-    lease_s: how long a lease on a copy's source lasts unless it is released before.
+    lease_s: how long a lease on a copy's source lasts unless it is released before. orphan_timeout_s: how long ranks
+    whose pool is gone wait for the next before they end.
     """
 
     source: str
@@ -28,6 +32,7 @@ class PoolConfig:
     threads_per_rank: int = 1
     host: str = "127.0.0.1"
     port: int = 0
+    listen_fd: int | None = None
     token: str | None = None
     is_launched: bool = True
     start_timeout_s: float = 120.0
@@ -37,6 +42,7 @@ class PoolConfig:
     step_timeout_s: float = 120.0
     copy_timeout_s: float = 60.0
     lease_s: float = 60.0
+    orphan_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_slots", "threads_per_rank"):

@@ -14,7 +14,7 @@ from vertumnus.engine.geometry import GroupKey
 from vertumnus.engine.groups import Groups
 from vertumnus.engine.messages import Activate, Activated, Refusal, RefusalReason
 from vertumnus.engine.slot_use import SlotUse
-from vertumnus.engine.step import Step, StepOutput
+from vertumnus.engine.step import LABEL_BYTES, Address, Step, StepOutput
 
 _INT64_MAX = 2**63 - 1
 
@@ -33,10 +33,11 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """This rank's slots of a step."""
+    """This rank's slots of a step, those late in a sequence first; and what they hold when it is done."""
 
-    read: frozenset[int]
-    written: frozenset[int]
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    tags: dict[int, bytes]
 
 
 class Rank:
@@ -87,14 +88,16 @@ class Rank:
             if in_use is not None:
                 found = self._refusal(RefusalReason.SLOT_IN_USE, in_use)
         taken = found if isinstance(found, _Slots) else None
+        tags: dict[int, bytes] = {}
         try:
             refusal = self._agree(link, step.step_id, step.epoch, None if isinstance(found, _Slots) else found)
             if refusal is not None:
                 return refusal
             output = self._stepper.run(step, link)
+            tags = taken.tags if taken is not None else {}
         finally:
             if taken is not None:
-                self._slot_use.end(read=taken.read, written=taken.written)
+                self._slot_use.end(read=taken.read, written=taken.written, tags=tags)
         self.num_steps += 1
         return output
 
@@ -104,8 +107,9 @@ class Rank:
             return self._refusal(RefusalReason.STALE_EPOCH, f"step of epoch {step.epoch}; accepted: {self.epoch}")
         if key != self.group:
             return self._refusal(RefusalReason.NOT_A_MEMBER, f"step of the group {key}; accepted: {self.group}")
-        read: set[tuple[int, int]] = set()
-        written: set[tuple[int, int]] = set()
+        read: dict[Address, None] = {}
+        written: dict[Address, None] = {}
+        tags: dict[Address, bytes] = {}
         for request in step.requests:
             name = f"request {request.request_id}"
             for rank, slot in request.blocks:
@@ -115,12 +119,21 @@ class Rank:
                         f"{self._slot_use.num_slots - 1} of ranks {key.ranks.start} to {key.ranks.stop - 1}"
                     )
             first_written = max(request.num_prefix_tokens, 0) // self._block_tokens
-            read.update(request.blocks[:first_written])
-            for rank, slot in request.blocks[first_written:]:
+            num_full = max(0, min(request.num_tokens // self._block_tokens, len(request.blocks)))
+            if len(request.labels) > num_full or any(len(label) != LABEL_BYTES for label in request.labels):
+                return self._invalid(
+                    f"{name} has {len(request.labels)} labels; accepted: {LABEL_BYTES} bytes for each of at most "
+                    f"{num_full} full blocks"
+                )
+            read.update(dict.fromkeys(reversed(request.blocks[:first_written])))
+            for rank, slot in reversed(request.blocks[first_written:]):
                 if (rank, slot) in written:
                     return self._invalid(f"slot {slot} of rank {rank} is written twice; accepted: one owner per slot")
-                written.add((rank, slot))
-        both = sorted(read & written)
+                written[rank, slot] = None
+            for index in range(len(request.labels) - 1, first_written - 1, -1):
+                parent = request.labels[index - 1] if index else bytes(LABEL_BYTES)
+                tags[request.blocks[index]] = request.labels[index] + parent
+        both = sorted(read.keys() & written.keys())
         if both:
             rank, slot = both[0]
             return self._invalid(f"slot {slot} of rank {rank} is read and written; accepted: one of them in a step")
@@ -128,8 +141,9 @@ class Rank:
         if problem is not None:
             return self._invalid(problem)
         return _Slots(
-            frozenset(slot for rank, slot in read if rank == self.rank),
-            frozenset(slot for rank, slot in written if rank == self.rank),
+            tuple(slot for rank, slot in read if rank == self.rank),
+            tuple(slot for rank, slot in written if rank == self.rank),
+            {slot: tag for (rank, slot), tag in tags.items() if rank == self.rank},
         )
 
     def _agree(self, link: GroupLink, step_id: int, epoch: int, own: Refusal | None) -> Refusal | None:

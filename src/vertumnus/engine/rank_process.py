@@ -1,13 +1,13 @@
 """The process of one rank: its threads, its memory and its connection to the pool.
 
-    main thread      receives; answers what is quick (status, abort) itself
+    main thread      receives; answers what is quick (status, abort, labels) itself
     step thread      steps and activations, in the order in which they came
     forming thread   forms groups, beside the steps of others
     copy threads     leases and pulls
     copy server      gives leased blocks to ranks that cannot map this one's memory
 
-It ends when the pool closes the connection. A launcher forks it (`run_rank`); under torchrun, or any supervisor that
-sets the same variables, it starts by itself:
+It outlives the pool that it serves, if another one takes its place in time (`pool_door`); otherwise it ends. A launcher
+forks it (`run_rank`); under torchrun, or any supervisor that sets the same variables, it starts by itself:
 
     VERTUMNUS_TOKEN=... torchrun --nproc-per-node 2 -m vertumnus.engine.rank_process LAUNCH.json
 """
@@ -16,31 +16,34 @@ import contextlib
 import importlib
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
 
+from vertumnus.engine.codec import from_plain
 from vertumnus.engine.collectives import GroupBroken
 from vertumnus.engine.copies import Copies, CopyServer
-from vertumnus.engine.errors import CopyFailed, WireError
-from vertumnus.engine.groups import Groups
+from vertumnus.engine.errors import CopyFailed, PoolError, WireError
+from vertumnus.engine.groups import Forming, Groups
 from vertumnus.engine.kv_memory import KvMemory
 from vertumnus.engine.messages import (
     Abort,
     Activate,
+    AskLabels,
     AskStatus,
+    Dismiss,
     Done,
     Failure,
     FailureKind,
     FormGroups,
     Hello,
+    Labels,
     Launch,
     Lease,
     Leased,
@@ -50,13 +53,13 @@ from vertumnus.engine.messages import (
     Refusal,
     ReleaseLease,
     RunStep,
+    Settle,
     Stepped,
     TakeLease,
-    Unfit,
     call_id_of,
     decode,
-    from_plain,
 )
+from vertumnus.engine.pool_door import enter, say_unfit
 from vertumnus.engine.rank import Rank, Stepper
 from vertumnus.engine.slot_use import SlotUse
 from vertumnus.engine.wire import Connection
@@ -90,11 +93,10 @@ def load_source(launch: Launch) -> StepperSource:
 
 
 class RankServer:
-    """Answers what comes over one connection, until it ends."""
+    """Answers what comes over a connection; of several, over one after the other."""
 
     def __init__(
         self,
-        connection: Connection,
         *,
         rank: Rank,
         groups: Groups,
@@ -102,7 +104,6 @@ class RankServer:
         slot_use: SlotUse,
         num_threads: int = 1,
     ) -> None:
-        self._connection = connection
         self._rank = rank
         self._groups = groups
         self._copies = copies
@@ -113,38 +114,63 @@ class RankServer:
         )
         self._forming_thread = ThreadPoolExecutor(1, thread_name_prefix="forming")
         self._copy_threads = ThreadPoolExecutor(NUM_COPY_THREADS, thread_name_prefix="copy")
+        self._under_way: set[Future[None]] = set()
+        """What was asked over the connection and is not done."""
+        self._left_over: set[Future[None]] = set()
+        """What was under way when an earlier connection ended."""
 
-    def serve(self) -> None:
-        """Returns when the other end closes the connection."""
+    def serve(self, connection: Connection) -> bool:
+        """Returns when the connection ends; whether the pool has dismissed the rank. What was begun goes on, and its
+        answer is dropped; what was not is dropped, and so are the leases."""
+        is_dismissed = False
         with contextlib.suppress(EOFError, OSError):
-            while True:
-                self._serve_one()
-        self._groups.abort(self._groups.usable)
-        for threads in (self._step_thread, self._forming_thread, self._copy_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+            while not is_dismissed:
+                is_dismissed = self._serve_one(connection)
+        connection.close()
+        self._left_over = {work for work in self._left_over | self._under_way if not work.cancel() and not work.done()}
+        self._under_way = set()
+        self._slot_use.release_all()
+        return is_dismissed
 
-    def _serve_one(self) -> None:
+    def _serve_one(self, connection: Connection) -> bool:
         body = b""
         try:
-            body = self._connection.receive_frame()
+            body = connection.receive_frame()
             call_id, message = decode(body)
         except WireError as error:
             self._num_wire_errors += 1
-            self._connection.send(call_id_of(body), Failure(kind=FailureKind.WIRE, detail=str(error)))
-            return
-        match message:
-            case FormGroups():
-                self._forming_thread.submit(self._answer, call_id, lambda: self._form(message))
-            case RunStep() | Activate():
-                self._step_thread.submit(self._answer, call_id, lambda: self._in_step_thread(message))
-            case TakeLease() | Pull():
-                self._copy_threads.submit(self._answer, call_id, lambda: self._in_copy_thread(message))
-            case _:
-                self._answer(call_id, lambda: self._at_once(message))
+            connection.send(call_id_of(body), Failure(kind=FailureKind.WIRE, detail=str(error)))
+            return False
 
-    def _form(self, message: FormGroups) -> Message:
-        self._groups.form(message.generation, message.groups)
+        def submit(threads: Executor, work: Callable[[], Message]) -> None:
+            future = threads.submit(self._answer, connection, call_id, work)
+            self._under_way.add(future)
+            future.add_done_callback(self._under_way.discard)
+
+        match message:
+            case Dismiss():
+                return True
+            case FormGroups():
+                forming = self._groups.prepare(message.generation, message.groups)
+                submit(self._forming_thread, lambda: self._form(forming))
+            case Settle():
+                self._groups.abort_all()
+                submit(self._forming_thread, self._settle)
+            case RunStep() | Activate():
+                submit(self._step_thread, lambda: self._in_step_thread(message))
+            case TakeLease() | Pull():
+                submit(self._copy_threads, lambda: self._in_copy_thread(message))
+            case _:
+                self._answer(connection, call_id, lambda: self._at_once(message))
+        return False
+
+    def _form(self, forming: Forming) -> Message:
+        self._groups.form(forming)
         return Done()
+
+    def _settle(self) -> Message:
+        wait(self._left_over)
+        return self._status()
 
     def _in_step_thread(self, message: RunStep | Activate) -> Message:
         if isinstance(message, Activate):
@@ -167,20 +193,26 @@ class RankServer:
                 self._slot_use.release(lease_id)
                 return Done()
             case AskStatus():
-                return RankStatus(
-                    rank=self._rank.rank,
-                    epoch=self._rank.epoch,
-                    group=self._rank.group,
-                    groups=self._groups.usable,
-                    generation=self._groups.generation,
-                    num_steps=self._rank.num_steps,
-                    num_leases=self._slot_use.num_leases,
-                    num_wire_errors=self._num_wire_errors,
-                )
+                return self._status()
+            case AskLabels():
+                tags = self._slot_use.tags
+                return Labels(slots=tuple(tags), tags=b"".join(tags.values()))
         self._num_wire_errors += 1
         return Failure(kind=FailureKind.WIRE, detail=f"{type(message).__name__} is nothing that a rank is asked")
 
-    def _answer(self, call_id: int, work: Callable[[], Message]) -> None:
+    def _status(self) -> RankStatus:
+        return RankStatus(
+            rank=self._rank.rank,
+            epoch=self._rank.epoch,
+            group=self._rank.group,
+            groups=self._groups.usable,
+            generation=self._groups.generation,
+            num_steps=self._rank.num_steps,
+            num_leases=self._slot_use.num_leases,
+            num_wire_errors=self._num_wire_errors,
+        )
+
+    def _answer(self, connection: Connection, call_id: int, work: Callable[[], Message]) -> None:
         try:
             answer = work()
         except GroupBroken as error:
@@ -191,19 +223,17 @@ class RankServer:
             answer = Failure(kind=FailureKind.INTERNAL, detail=f"{type(error).__name__}: {error}")
         with contextlib.suppress(OSError):  # the pool is gone: the main thread sees that too
             try:
-                self._connection.send(call_id, answer)
+                connection.send(call_id, answer)
             except WireError as error:
-                self._connection.send(call_id, Failure(kind=FailureKind.INTERNAL, detail=str(error)))
+                connection.send(call_id, Failure(kind=FailureKind.INTERNAL, detail=str(error)))
 
 
 def run_rank(launch: Launch, rank: int, incarnation: int, source: StepperSource, store: Store) -> None:
-    """Runs a rank until the pool closes its connection. An error before it is ready is told to the pool and raised."""
+    """Runs a rank until the pool dismisses it, or is gone and no other comes. An error before it is ready is told to
+    the pool and raised."""
     torch.set_num_threads(launch.num_threads)
     with contextlib.suppress(RuntimeError):  # once in a process is enough
         torch.set_num_interop_threads(1)
-    sock = socket.create_connection((launch.pool_host, launch.pool_port), launch.connect_timeout_s)
-    sock.settimeout(None)
-    connection = Connection(sock)
     try:
         memory = KvMemory(launch.num_slots, source.block_bytes)
         slot_use = SlotUse(launch.num_slots, time.monotonic)
@@ -218,29 +248,38 @@ def run_rank(launch: Launch, rank: int, incarnation: int, source: StepperSource,
         stepper = source.stepper(rank, memory)
     except Exception as error:
         reason = str(error) if isinstance(error, VertumnusError) else f"{type(error).__name__}: {error}"
-        connection.send(0, Unfit(token=launch.token, rank=rank, reason=reason))
+        say_unfit(launch, rank, reason)
         raise
-    connection.send(
-        0,
-        Hello(
+    block_tokens = source.block_tokens
+    ready = Rank(rank, launch.num_ranks, groups=groups, stepper=stepper, slot_use=slot_use, block_tokens=block_tokens)
+
+    def hello() -> Hello:
+        return Hello(
             token=launch.token,
             rank=rank,
             incarnation=incarnation,
             pid=os.getpid(),
             num_slots=launch.num_slots,
             block_bytes=source.block_bytes,
-            block_tokens=source.block_tokens,
-        ),
-    )
-    block_tokens = source.block_tokens
-    RankServer(
-        connection,
-        rank=Rank(rank, launch.num_ranks, groups=groups, stepper=stepper, slot_use=slot_use, block_tokens=block_tokens),
+            block_tokens=block_tokens,
+            epoch=ready.epoch,
+            group=ready.group,
+        )
+
+    rank_server = RankServer(
+        rank=ready,
         groups=groups,
         copies=Copies(rank, memory, slot_use, server, launch.connect_timeout_s),
         slot_use=slot_use,
         num_threads=launch.num_threads,
-    ).serve()
+    )
+    connection = enter(launch, hello)
+    if connection is None:
+        raise PoolError(f"no pool has taken rank {rank} in at {launch.pool_host}, port {launch.pool_port}")
+    while connection is not None:
+        if rank_server.serve(connection):
+            return
+        connection = enter(launch, hello)
 
 
 def main() -> None:

@@ -28,7 +28,14 @@ def sample(logits_V: Tensor, sampling: Sampling, position: int) -> int:
     return int(tokens[min(index, len(tokens) - 1)])
 
 
-def log_probability(logits_V: Tensor, token_id: int) -> float:
-    """Natural logarithm of the token's probability at temperature 1."""
-    logits_V = logits_V.float()
-    return float(logits_V[token_id] - torch.logsumexp(logits_V, -1))
+def log_probabilities(logits_V: Tensor, token_id: int, num_top: int) -> tuple[float, list[tuple[int, float]]]:
+    """Natural logarithm of the token's probability at temperature 1; and the `num_top` most likely tokens with theirs,
+    most likely first, equal ones by their ids."""
+    logprobs_V = torch.log_softmax(logits_V.float(), -1)
+    own = float(logprobs_V[token_id])
+    if not num_top:
+        return own, []
+    least = logprobs_V.topk(min(num_top, len(logprobs_V))).values[-1]
+    candidates = (logprobs_V >= least).nonzero().flatten()  # by id; `topk` chooses among equals as it likes
+    values, places = logprobs_V[candidates].sort(descending=True, stable=True)
+    return own, list(zip(candidates[places].tolist(), values.tolist(), strict=True))[:num_top]

@@ -14,6 +14,11 @@ Address = tuple[int, int]
 """(rank, slot): where a KV block lies. `rank` is the rank's number in the pool, not its place in the group."""
 
 
+LABEL_BYTES = 16
+"""Of what a block is called by whoever asks for steps."""
+MAX_TOP_LOGPROBS = 20
+
+
 class PrefixPath(Enum):
     """How the group attends to cached keys and values that lie on several of its ranks."""
 
@@ -56,7 +61,9 @@ class StepRequest:
     blocks: the addresses of the sequence's KV blocks in order, as many as P + R tokens need; block j holds positions
     [j * block_tokens, (j + 1) * block_tokens). Those from P on are written by the step.
     sampling: None where no next token is wanted (the prompt goes on in a later step).
-    has_logprob: return the log-probability of the sampled token too.
+    labels: what the sequence's full blocks are called, in order, LABEL_BYTES each; may name fewer of them. A rank keeps
+    the labels of those that the step fills, for as long as nobody writes to them (`RankPool.labels`).
+    num_top_logprobs: k returns the log-probability of the sampled token and the k most likely tokens with theirs.
     has_all_logits: return the logits of every new position (tests, scoring).
     prefix_path: PASS_KV or PASS_Q force the way a prefix is attended to.
     """
@@ -66,7 +73,8 @@ class StepRequest:
     num_prefix_tokens: int
     blocks: Sequence[Address]
     sampling: Sampling | None = None
-    has_logprob: bool = False
+    labels: Sequence[bytes] = ()
+    num_top_logprobs: int | None = None
     has_all_logits: bool = False
     prefix_path: PrefixPath = PrefixPath.AUTO
 
@@ -99,12 +107,14 @@ class Step:
 class RequestOutput:
     """What a step found for one request; only the rank that computed the request's last new position returns it.
 
-    logprob: natural, at temperature 1; None unless it was asked for. Without sampling there is no output.
+    logprob: natural, at temperature 1; None unless it was asked for. top_logprobs: (token id, logprob) of the most
+    likely tokens, equal ones by their ids. Without sampling there is no output.
     """
 
     request_id: int
     token_id: int
     logprob: float | None
+    top_logprobs: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from vertumnus.engine.cp_attention import CpAttention, DecodeAttention
 from vertumnus.engine.forward import Model
 from vertumnus.engine.kernels import kernel_for
 from vertumnus.engine.kv_store import KvStore
-from vertumnus.engine.sampling import log_probability, sample
+from vertumnus.engine.sampling import log_probabilities, sample
 from vertumnus.engine.stages import Stages
-from vertumnus.engine.step import PrefixPath, RequestOutput, Step, StepOutput
+from vertumnus.engine.step import MAX_TOP_LOGPROBS, PrefixPath, RequestOutput, Step, StepOutput
 from vertumnus.engine.step_plan import AttentionShape, ExchangeCosts, StepPlan, plan_step
 
 
@@ -43,6 +43,8 @@ class ModelStepper:
                 return f"{name} has {request.num_tokens} tokens; accepted: the model's {config.max_positions} positions"
             if not all(0 <= token < config.vocab_size for token in request.token_ids):
                 return f"{name} has a token id outside the vocabulary; accepted: 0 to {config.vocab_size - 1}"
+            if not 0 <= (request.num_top_logprobs or 0) <= MAX_TOP_LOGPROBS:
+                return f"{name} asks for {request.num_top_logprobs} top tokens; accepted: 0 to {MAX_TOP_LOGPROBS}"
             num_blocks = -(-request.num_tokens // self._store.block_tokens)
             if len(request.blocks) != num_blocks:
                 return (
@@ -87,12 +89,12 @@ class ModelStepper:
             request = plan.requests[number].request
             assert request.sampling is not None
             token_id = sample(logits_V, request.sampling, request.num_tokens)
+            logprob: float | None = None
+            top: list[tuple[int, float]] = []
+            if request.num_top_logprobs is not None:
+                logprob, top = log_probabilities(logits_V, token_id, request.num_top_logprobs)
             outputs.append(
-                RequestOutput(
-                    request_id=request.request_id,
-                    token_id=token_id,
-                    logprob=log_probability(logits_V, token_id) if request.has_logprob else None,
-                )
+                RequestOutput(request_id=request.request_id, token_id=token_id, logprob=logprob, top_logprobs=top)
             )
         return outputs
 
