@@ -30,7 +30,7 @@ class GenerationRequest:
     """
 
     request_id: str
-    token_ids: array[int]
+    token_ids: "array[int]"
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: frozenset[int] = frozenset()
