@@ -95,10 +95,12 @@ class Exchange:
                 raise ClientGone
             piece = message.get("body", b"")
             self.body_bytes += len(piece)
+            is_last = not message.get("more_body", False)
             if self.body_bytes > max_bytes:
-                await self._discard_body(max_bytes)
+                if not is_last:
+                    await self._discard_body(max_bytes)
                 raise too_large(max_bytes)
-            if not message.get("more_body", False):
+            if is_last:
                 if pieces is None:
                     return bytes(piece)
                 pieces += piece

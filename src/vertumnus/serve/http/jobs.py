@@ -68,7 +68,7 @@ class JobReader:
         """Raises ApiError for what is wrong with the request, ServeError where it cannot be taken now."""
         asked = parse(CompletionRequest, body)
         self._check(asked)
-        token_ids = await self._prompt_token_ids(asked.prompt, body)
+        token_ids = await self._prompt_token_ids(asked.prompt)
         return self._job(
             exchange, asked, token_ids, tenant, asked.max_tokens or DEFAULT_COMPLETION_TOKENS, asked.logprobs, False
         )
@@ -113,7 +113,7 @@ class JobReader:
             if value is not None and value not in neutral[name]:
                 raise invalid(f"{name} is not supported here{_allowed(neutral[name])}", name, "unsupported_field")
 
-    async def _prompt_token_ids(self, prompt: Any, body: bytes) -> "array[int]":
+    async def _prompt_token_ids(self, prompt: Any) -> "array[int]":
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
             if len(prompt) > 1:
                 raise invalid("several prompts in one request are not supported; send one each", "prompt")
@@ -127,10 +127,11 @@ class JobReader:
             token_ids = array("I", prompt)
         except (TypeError, OverflowError):
             raise invalid(f"prompt's token ids must be whole numbers from 0 to {vocab_size - 1}", "prompt") from None
-        # Python takes true for 1. The scan costs a microsecond; only bodies with `true` somewhere pay for more.
-        if (b"true" in body or b"false" in body) and any(isinstance(token_id, bool) for token_id in prompt):
+        ids = np.frombuffer(token_ids, np.uint32)
+        # Python takes true for 1 and false for 0: only where one of those stands need it be looked at.
+        if any(isinstance(prompt[place], bool) for place in np.flatnonzero(ids < 2).tolist()):
             raise invalid("prompt's token ids must be numbers", "prompt")
-        if token_ids and int(np.frombuffer(token_ids, np.uint32).max()) >= vocab_size:
+        if len(ids) and int(ids.max()) >= vocab_size:
             raise invalid(f"prompt has a token id outside the vocabulary; accepted: 0 to {vocab_size - 1}", "prompt")
         return token_ids
 
