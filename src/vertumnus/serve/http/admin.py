@@ -1,7 +1,7 @@
 """The operator's endpoints. All of them need the control token; the front end has checked it already."""
 
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Query
@@ -9,7 +9,7 @@ from pydantic_core import to_json
 from starlette.responses import Response, StreamingResponse
 
 from vertumnus.serve.http.api_error import ApiError
-from vertumnus.serve.http.backend import Backend
+from vertumnus.serve.http.backend import Backend, Facts
 from vertumnus.serve.http.schemas import CompositionRequest, DrainRequest, PauseRequest
 
 __all__ = ["admin_routes"]
@@ -17,7 +17,8 @@ __all__ = ["admin_routes"]
 MAX_DECISIONS = 10_000
 
 
-def admin_routes(backend: Backend) -> APIRouter:
+def admin_routes(backend: Backend, is_over: asyncio.Event) -> APIRouter:
+    """`is_over` ends what would never end by itself."""
     router = APIRouter(prefix="/admin", tags=["operator"])
 
     @router.get("/state", summary="Composition, workers, queues, index and controller")
@@ -31,7 +32,7 @@ def admin_routes(backend: Backend) -> APIRouter:
     @router.get("/events", summary="What happens, as server-sent events", responses={200: EVENT_STREAM})
     async def events() -> Response:
         return StreamingResponse(
-            _events(backend), media_type="text/event-stream", headers={"cache-control": "no-store"}
+            _events(backend, is_over), media_type="text/event-stream", headers={"cache-control": "no-store"}
         )
 
     @router.post("/composition", summary="Asks for a composition, as COUNTxDEGREE,...")
@@ -55,10 +56,28 @@ EVENT_STREAM: dict[str, Any] = {
 }
 
 
-async def _events(backend: Backend) -> AsyncIterator[bytes]:
-    async with aclosing(backend.events()) as events:  # type: ignore[type-var]
-        async for event in events:
-            yield b"data: " + to_json(event) + b"\n\n"
+async def _events(backend: Backend, is_over: asyncio.Event) -> AsyncIterator[bytes]:
+    events = backend.events()
+    over = asyncio.ensure_future(is_over.wait())
+    coming: asyncio.Future[Any] | None = None
+    try:
+        while True:
+            coming = asyncio.ensure_future(_next(events))
+            await asyncio.wait((coming, over), return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done() or coming.result() is None:
+                return
+            yield b"data: " + to_json(coming.result()) + b"\n\n"
+    finally:
+        over.cancel()
+        if coming is not None:
+            coming.cancel()
+            await asyncio.gather(coming, over, return_exceptions=True)
+        if isinstance(events, AsyncGenerator):
+            await events.aclose()
+
+
+async def _next(events: AsyncIterator[Facts]) -> Facts | None:
+    return await anext(events, None)
 
 
 def _outcome(facts: dict[str, Any]) -> Response:

@@ -1,7 +1,8 @@
 """The ASGI application: who is asked what, and every refusal in OpenAI's shape."""
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -41,11 +42,15 @@ class HttpApp:
         self._access = Access(config)
         self._config = config
         self.answering = Answering(backend, tokeniser, self._access, config)
+        self.is_over = asyncio.Event()
+        """Set when streams that have no end of their own are to end."""
+        self.connections: Collection[Any] = ()
+        """Those that are open, of the server that runs this."""
         self._posts: dict[str, Callable[[Exchange], Awaitable[None]]] = {
             "/v1/completions": self.answering.completion,
             "/v1/chat/completions": self.answering.chat,
         }
-        self.api = _api(backend, self.answering, self._access, config)
+        self.api = _api(backend, self.answering, self._access, config, self.is_over)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -91,7 +96,7 @@ class HttpApp:
         await self.api(exchange.scope, receive, send_with_id)
 
 
-def _api(backend: Backend, answering: Answering, access: Access, config: HttpConfig) -> FastAPI:
+def _api(backend: Backend, answering: Answering, access: Access, config: HttpConfig, is_over: asyncio.Event) -> FastAPI:
     api = FastAPI(title="Vertumnus", docs_url=None, redoc_url=None, redirect_slashes=False)
 
     @api.get("/v1/models", tags=["models"], summary="The one model that is served")
@@ -135,7 +140,7 @@ def _api(backend: Backend, answering: Answering, access: Access, config: HttpCon
     async def dashboard_part(name: str) -> Response:
         return dashboard_file(config.dashboard_folder, name)
 
-    api.include_router(admin_routes(backend))
+    api.include_router(admin_routes(backend, is_over))
     api.openapi = lambda: openapi_document(api, config)  # type: ignore[method-assign]
 
     @api.exception_handler(ApiError)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from vertumnus.serve.generation import Generation, GenerationRequest
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Facts"]
 
 Facts = dict[str, Any]
 """What becomes one JSON object: strings, finite numbers, booleans, None, lists and further objects."""
@@ -31,7 +31,7 @@ class Backend(Protocol):
         """Prometheus' text format."""
 
     def events(self) -> AsyncIterator[Facts]:
-        """What the dashboard follows, for as long as it is iterated over; closed by `aclose`."""
+        """What the dashboard follows, for as long as it is iterated over; a generator is closed then."""
 
     async def set_composition(self, text: str) -> Facts:
         """Returns when the change is under way. ConfigError where it can never be; with a string under `refused`, it

@@ -50,6 +50,7 @@ async def serve_http(
             timeout_graceful_shutdown=CLOSING_S,
         )
     )
+    app.connections = server.server_state.connections
     shortest_s = min(config.header_timeout_s, config.body_timeout_s, config.unread_timeout_s)
     serving = asyncio.ensure_future(server.serve(list(sockets)))
     sweeping = asyncio.ensure_future(sweep(server.server_state, min(1.0, shortest_s / 4)))
@@ -61,6 +62,7 @@ async def serve_http(
             started.set()
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         await _drain(app, config.drain_timeout_s)
+        app.is_over.set()
         server.should_exit = True
         await serving
     finally:
