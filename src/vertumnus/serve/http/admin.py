@@ -29,7 +29,12 @@ def admin_routes(backend: Backend, is_over: asyncio.Event) -> APIRouter:
     async def decisions(limit: int = Query(100, ge=1, le=MAX_DECISIONS)) -> Response:
         return _json({"decisions": backend.decisions(limit)})
 
-    @router.get("/events", summary="What happens, as server-sent events", responses={200: EVENT_STREAM})
+    @router.get(
+        "/events",
+        summary="What happens, as server-sent events",
+        responses={200: EVENT_STREAM},
+        response_class=StreamingResponse,
+    )
     async def events() -> Response:
         return StreamingResponse(
             _events(backend, is_over), media_type="text/event-stream", headers={"cache-control": "no-store"}
@@ -52,7 +57,7 @@ def admin_routes(backend: Backend, is_over: asyncio.Event) -> APIRouter:
 
 EVENT_STREAM: dict[str, Any] = {
     "description": "An endless stream; each event is one JSON object.",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {"text/event-stream": {}},
 }
 
 

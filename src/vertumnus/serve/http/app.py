@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from vertumnus.errors import VertumnusError
 from vertumnus.serve.http.access import COOKIE_NAME, Access
@@ -119,7 +119,7 @@ def _api(backend: Backend, answering: Answering, access: Access, config: HttpCon
             return _json({"status": "draining"}, 503)
         return _json({"status": "ok"}) if backend.is_ready else _json({"status": "starting"}, 503)
 
-    @api.get("/metrics", tags=["operator"], summary="In Prometheus' text format")
+    @api.get("/metrics", tags=["operator"], summary="In Prometheus' text format", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(backend.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -50,7 +50,7 @@ def parse(model: type[Model], body: bytes) -> Model:
         return model.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(map(str, first["loc"])) or None
+        param = str(first["loc"][0]) if first["loc"] else None
         if first["type"] == "json_invalid":
             raise invalid(f"the body is no JSON that can be read: {first['msg']}", code="invalid_json") from None
         raise invalid(f"{param or 'the body'}: {first['msg']}", param) from None
@@ -110,7 +110,7 @@ class JobReader:
         neutral = NEUTRAL[type(asked)]
         for name in asked.model_fields_set & neutral.keys():
             value = getattr(asked, name)
-            if value is not None and value not in neutral[name]:
+            if value is not None and not any(_is_same(value, each) for each in neutral[name]):
                 raise invalid(f"{name} is not supported here{_allowed(neutral[name])}", name, "unsupported_field")
 
     async def _prompt_token_ids(self, prompt: Any) -> "array[int]":
@@ -208,6 +208,11 @@ class JobReader:
                     f"stop has a string of {len(stop)} characters; accepted: 1 to {self._config.max_stop_chars}", "stop"
                 )
         return stops
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """As JSON has it: 1 and 1.0 are the same, true is neither."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _allowed(values: Sequence[Any]) -> str:

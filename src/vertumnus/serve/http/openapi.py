@@ -7,7 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from vertumnus.serve.http.config import HttpConfig
-from vertumnus.serve.http.schemas import ChatRequest, CompletionRequest
+from vertumnus.serve.http.schemas import ChatRequest, CompletionRequest, prompt_schemas
 
 __all__ = ["openapi_document"]
 
@@ -29,7 +29,12 @@ ERROR_SCHEMA = {
 }
 
 HEADERS = [
-    {"name": "x-request-id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"}},
+    {
+        "name": "x-request-id",
+        "in": "header",
+        "schema": {"type": "string"},
+        "description": "Used where it has 1 to 128 visible ASCII characters.",
+    },
     {
         "name": "x-request-deadline-ms",
         "in": "header",
@@ -62,6 +67,9 @@ def _make(api: FastAPI, config: HttpConfig) -> dict[str, Any]:
         [(CompletionRequest, "validation"), (ChatRequest, "validation")], ref_template="#/components/schemas/{model}"
     )
     schemas.update(found["$defs"])
+    for name in ("CompletionRequest", "ChatRequest"):
+        schemas[name]["properties"]["model"]["enum"] = [config.model_name]
+    schemas["CompletionRequest"]["properties"]["prompt"]["anyOf"] = prompt_schemas(config.vocab_size)
     schemas["Error"] = ERROR_SCHEMA
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own shape of errors, which nobody gets here
         schemas.pop(name, None)
@@ -133,7 +141,7 @@ def _generation(summary: str, model: str) -> dict[str, Any]:
                 "description": "The whole answer; server-sent events where `stream` is true.",
                 "content": {
                     "application/json": {"schema": answer},
-                    "text/event-stream": {"schema": {"type": "string"}},
+                    "text/event-stream": {},
                 },
             }
         },

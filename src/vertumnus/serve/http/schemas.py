@@ -8,23 +8,35 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-__all__ = ["ChatRequest", "CompletionRequest", "CompositionRequest", "DrainRequest", "PauseRequest", "neutral_values"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "CompositionRequest",
+    "DrainRequest",
+    "PauseRequest",
+    "neutral_values",
+    "prompt_schemas",
+]
 
 MAX_MESSAGES = 8192
 MAX_STOP_TOKENS = 64
 
-_TOKEN_IDS: dict[str, Any] = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": 0xFFFFFFFF},
-    "minItems": 1,
-}
-_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
-_ONE_TEXT = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 1}
-_ONE_LIST = {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": 1}
+
+def prompt_schemas(vocab_size: int) -> list[dict[str, Any]]:
+    """The forms that a prompt can have."""
+    text = {"type": "string", "minLength": 1}
+    token_id = {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}
+    token_ids = {"type": "array", "items": token_id, "minItems": 1}
+    return [
+        text,
+        token_ids,
+        *({"type": "array", "items": one, "minItems": 1, "maxItems": 1} for one in (text, token_ids)),
+    ]
+
 
 Prompt = Annotated[
     Any,  # a list of token ids is far quicker taken as it is and checked at once than integer by integer
-    WithJsonSchema({"anyOf": [_TEXT, _TOKEN_IDS, _ONE_TEXT, _ONE_LIST]}),
+    WithJsonSchema({"anyOf": prompt_schemas(1 << 32)}),
     Field(description="Text or token ids; a list of several prompts is refused."),
 ]
 
