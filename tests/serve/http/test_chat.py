@@ -1,11 +1,14 @@
 """What the official client gets from /v1/chat/completions, and /v1/models."""
 
 import asyncio
+import contextlib
+import http.client
+import json
 
 import openai
 import pytest
-from tests.serve.http.fake_backend import answers
-from tests.serve.http.servers import MODEL, events_of, serving, tokeniser
+from tests.serve.http.fake_backend import answers, silent
+from tests.serve.http.servers import MODEL, WAIT_S, events_of, serving, tokeniser
 
 TEXT = "Paris — 東京 🙂"
 
@@ -93,7 +96,7 @@ def test_token_bounds_under_both_names(client, server):
 
 
 def test_template_s_own_options(client, server):
-    options = {"add_generation_prompt": False, "chat_template_kwargs": {"unused": 1}}
+    options = {"add_generation_prompt": False, "chat_template_kwargs": {"self": 1, "a b": None}}
     client.chat.completions.create(model=MODEL, messages=[USER], extra_body=options)
     shown = tokeniser().decode(list(server.backend.requests[0].token_ids))
     assert not shown.endswith("assistant\n")
@@ -133,3 +136,27 @@ def test_models(client):
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+
+
+def test_stream_that_waits_long_says_so_and_goes_on():
+    with serving(heartbeat_s=0.05) as server, openai.OpenAI(base_url=server.url + "/v1", api_key="none") as client:
+        server.backend.answer = silent
+        # The response begins with the first heartbeat: no token exists yet.
+        stream = client.chat.completions.create(model=MODEL, messages=[USER], max_tokens=99, stream=True)
+        (generation,) = server.backend.generations
+        server.call(answers(tokens(TEXT)), generation)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == TEXT
+
+
+def test_heartbeats_are_comments_between_events(server):
+    with serving(heartbeat_s=0.02) as server:
+        server.backend.answer = silent
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)) as connection:
+            body = json.dumps({"model": MODEL, "prompt": [5], "stream": True})
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            assert [response.readline() for _ in range(4)] == [b": waiting\n", b"\n", b": waiting\n", b"\n"]
+            server.call(answers(tokens(TEXT)), server.backend.generations[0])
+            rest = response.read()
+    events = b"\n\n".join(part for part in rest.split(b"\n\n") if not part.startswith(b":"))
+    assert events_of(events)[-1] == "[DONE]"

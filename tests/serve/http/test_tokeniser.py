@@ -41,7 +41,7 @@ MESSAGES = st.lists(
 def test_prompt_of_a_chat_is_that_of_transformers(reference, messages, add_generation_prompt):
     template = tokeniser().chat_template
     expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    assert template.render(messages, add_generation_prompt=add_generation_prompt) == expected
+    assert template.render(messages, {"add_generation_prompt": add_generation_prompt}) == expected
 
 
 WIDE_TEMPLATE = """
@@ -67,7 +67,7 @@ def test_wide_template_is_rendered_as_transformers_does(reference):
     )
     special = {"bos_token": reference.bos_token, "eos_token": reference.eos_token}
     template = ChatTemplate(WIDE_TEMPLATE, special)
-    assert template.render(messages, thinking=True, add_generation_prompt=True) == expected
+    assert template.render(messages, {"thinking": True, "add_generation_prompt": True}) == expected
     assert "<think>" not in template.render(messages)
 
 

@@ -20,6 +20,9 @@ from vertumnus.serve.http.wire_format import DONE, ChatFormat, CompletionFormat,
 
 __all__ = ["Answering"]
 
+HEARTBEAT = b": waiting\n\n"
+"""A comment, which clients skip."""
+
 LOG = logging.getLogger(__name__)
 
 
@@ -48,7 +51,7 @@ class Answering:
 
     async def _answer(self, exchange: Exchange, *, is_chat: bool) -> None:
         """Never raises but for cancellation: whatever happens is told to the client, and logged."""
-        answer = _Answer(exchange, self._tokeniser, self._config.model_name)
+        answer = _Answer(exchange, self._tokeniser, self._config)
         tenant, error = Tenant(), None
         self.num_active += 1
         try:
@@ -87,8 +90,8 @@ class Answering:
 
 
 class _Answer:
-    def __init__(self, exchange: Exchange, tokeniser: Tokeniser, model_name: str) -> None:
-        self._exchange, self._tokeniser, self._model_name = exchange, tokeniser, model_name
+    def __init__(self, exchange: Exchange, tokeniser: Tokeniser, config: HttpConfig) -> None:
+        self._exchange, self._tokeniser, self._config = exchange, tokeniser, config
         self.generation: Generation | None = None
         self.first_token_s: float | None = None
         self.finish_reason: FinishReason | None = None
@@ -103,14 +106,15 @@ class _Answer:
         self.generation = generation
         self._transcript = transcript = Transcript(self._tokeniser, job.stops, has_tokens=has_tokens)
         form = (ChatFormat if job.is_chat else CompletionFormat)(
-            self._exchange.request_id, self._model_name, self._tokeniser, has_usage_event=job.has_usage_event
+            self._exchange.request_id, self._config.model_name, self._tokeniser, has_usage_event=job.has_usage_event
         )
         watch = None
         if not generation.has_ended:
             watch = asyncio.ensure_future(_watch(self._exchange.receive, generation))
         try:
             if job.is_stream:
-                await self._stream(job, generation, transcript, form)
+                with _Heartbeats(self._exchange, self._config.heartbeat_s):
+                    await self._stream(job, generation, transcript, form)
             else:
                 await self._whole(job, generation, transcript, form)
         finally:
@@ -171,6 +175,31 @@ class _Answer:
 
     def _usage(self, generation: Generation) -> dict[str, object]:
         return usage_of(len(generation.request.token_ids), self.num_tokens, generation.cached_tokens)
+
+
+class _Heartbeats:
+    """Within its block, a comment goes out after every interval in which nothing else did."""
+
+    def __init__(self, exchange: Exchange, interval_s: float) -> None:
+        self._exchange, self._interval_s = exchange, interval_s
+        self._num_sends = exchange.num_sends
+        self._sending: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._interval_s, self._beat)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _beat(self) -> None:
+        if self._exchange.num_sends == self._num_sends:
+            self._sending = asyncio.ensure_future(self._send_comment())
+        self._num_sends = self._exchange.num_sends
+        self.__enter__()
+
+    async def _send_comment(self) -> None:
+        if not self._exchange.is_sending:  # nor over
+            await self._exchange.send_events(HEARTBEAT)
 
 
 async def _watch(receive: Receive, generation: Generation) -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import Template, TemplateError
@@ -50,15 +51,14 @@ class ChatTemplate:
             source, {name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None}
         )
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] = MappingProxyType({})) -> str:
         """The prompt. `options`: what else the template may read, such as `add_generation_prompt`.
 
         Raises ChatTemplateRefusal where the template cannot make a prompt of it.
         """
+        seen = {"tools": None, "documents": None, **self._special_tokens, **options, "messages": messages}
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, **{**self._special_tokens, **options}
-            )
+            return self._template.render(seen)
         except TemplateError as error:
             raise ChatTemplateRefusal(str(error)) from error
         except Exception as error:  # a template is a program of the model's makers: it can fail in any way

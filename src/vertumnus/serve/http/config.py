@@ -55,6 +55,8 @@ class HttpConfig:
     """For which an idle connection stays open."""
     unread_timeout_s: float = 30.0
     """A client that takes nothing of what waits for it for so long is cut off."""
+    heartbeat_s: float = 15.0
+    """A stream with nothing to say for so long sends a comment, so that no proxy takes it for dead."""
     drain_timeout_s: float = 60.0
     """For accepted requests to finish once the server stops."""
 
@@ -72,7 +74,7 @@ class HttpConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; accepted: 1 or more")
-        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "unread_timeout_s"):
+        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s", "unread_timeout_s", "heartbeat_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{name} is {value}; accepted: a positive number of seconds")

@@ -27,15 +27,28 @@ EVENT_STREAM = (
 
 
 class Exchange:
-    """`status` is None until an answer has begun."""
+    """`status` is None until an answer has begun. `num_sends` counts the calls of `send_events`; `is_sending` is true
+    within one, and for good after the last."""
 
-    __slots__ = ("_headers", "_send", "body_bytes", "receive", "request_id", "scope", "started_s", "status")
+    __slots__ = (
+        "_headers",
+        "_send",
+        "body_bytes",
+        "is_sending",
+        "num_sends",
+        "receive",
+        "request_id",
+        "scope",
+        "started_s",
+        "status",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self.receive, self._send = scope, receive, send
         self.started_s = time.monotonic()
         self.status: int | None = None
-        self.body_bytes = 0
+        self.body_bytes = self.num_sends = 0
+        self.is_sending = False
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self._headers.get(b"x-request-id", b"")
         self.request_id = given.decode("ascii") if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -151,11 +164,14 @@ class Exchange:
 
         Waits while the client has some 64 KiB unread.
         """
+        self.is_sending = True
         if self.status is None:
             self.status = 200
             headers = [*EVENT_STREAM, (b"x-request-id", self.request_id.encode())]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+        self.is_sending = is_last
+        self.num_sends += 1
 
 
 def too_large(max_bytes: int) -> ApiError:

@@ -1,9 +1,11 @@
 """From a request's body to what the pool is asked: parsed, checked against the limits, tokenised."""
 
+import gc
 import random
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +30,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 MIN_TEMPERATURE = 1e-4
 """Below, logits divided by it overflow, and nothing but the most likely token has a chance: taken as greedy."""
 
+LARGE_BODY_BYTES = 1 << 17
+
 NEUTRAL = {model: neutral_values(model) for model in (CompletionRequest, ChatRequest)}
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -47,13 +51,28 @@ class Job:
 def parse(model: type[Model], body: bytes) -> Model:
     """ApiError 400, naming the first field at fault, where the body is not such an object."""
     try:
-        return model.model_validate_json(body)
+        with _no_collection(len(body)):
+            return model.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = str(first["loc"][0]) if first["loc"] else None
         if first["type"] == "json_invalid":
             raise invalid(f"the body is no JSON that can be read: {first['msg']}", code="invalid_json") from None
         raise invalid(f"{param or 'the body'}: {first['msg']}", param) from None
+
+
+@contextmanager
+def _no_collection(num_bytes: int) -> Iterator[None]:
+    """A large body of many small lists would set off the garbage collector again and again, with nothing to find:
+    most of the time that it holds the loop up."""
+    if num_bytes < LARGE_BODY_BYTES or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class JobReader:
@@ -77,8 +96,7 @@ class JobReader:
         """As `completion`."""
         asked = parse(ChatRequest, body)
         self._check(asked)
-        template = self._tokeniser.chat_template
-        if template is None:
+        if self._tokeniser.chat_template is None:
             raise invalid("the model has no chat template; use /v1/completions")
         if asked.top_logprobs is not None and not asked.logprobs:
             raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -94,11 +112,9 @@ class JobReader:
                 raise invalid(f"chat_template_kwargs cannot set {name}", "chat_template_kwargs")
         options["add_generation_prompt"] = asked.add_generation_prompt is not False
         try:
-            prompt = template.render(messages, **options)
+            token_ids = await self._tokeniser.encode_chat(messages, options)
         except ChatTemplateRefusal as error:
             raise invalid(f"messages: {error}", "messages") from error
-        # The template writes the special tokens itself.
-        token_ids = await self._tokeniser.encode(prompt, has_special_tokens=False)
         num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         max_tokens = asked.max_completion_tokens or asked.max_tokens
         return self._job(exchange, asked, token_ids, tenant, max_tokens, num_logprobs, True)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MAX_INLINE_CHARS = 4096
 """About a millisecond of work: less than a thread's hand-over costs under load."""
+
+MESSAGE_CHARS = 64
+"""What a message costs to render besides its content, in characters to tokenise."""
 
 
 class Tokeniser:
@@ -72,20 +75,36 @@ class Tokeniser:
 
         Raises Overloaded, having done nothing, where too many long texts wait.
         """
-        if len(text) <= MAX_INLINE_CHARS:
-            return self.encode_now(text, has_special_tokens=has_special_tokens)
+        return await self._run(len(text), self._encode, text, has_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> "array[int]":
+        """Token ids of the prompt that the chat template makes of them. Raises ChatTemplateRefusal, and as `encode`.
+
+        The model must have a template.
+        """
+        num_chars = sum(MESSAGE_CHARS + len(message["content"]) for message in messages)
+        return await self._run(num_chars, self._encode_chat, messages, options)
+
+    async def _run(self, num_chars: int, work: Callable[..., "array[int]"], *arguments: Any) -> "array[int]":
+        """Here where it is little work, else in a thread."""
+        if num_chars <= MAX_INLINE_CHARS:
+            return work(*arguments)
         if self._num_waiting >= self._max_waiting:
             raise Overloaded("too many long prompts are being tokenised", retry_after_s=1.0)
         self._num_waiting += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, self._encode, text, has_special_tokens)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         finally:
             self._num_waiting -= 1
 
     def encode_now(self, text: str, *, has_special_tokens: bool) -> "array[int]":
         """`encode` in the caller's thread."""
         return self._encode(text, has_special_tokens)
+
+    def _encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> "array[int]":
+        assert self.chat_template is not None
+        # The template writes the special tokens itself.
+        return self._encode(self.chat_template.render(messages, options), False)
 
     def _encode(self, text: str, has_special_tokens: bool) -> "array[int]":
         # The fast variant finds no character offsets, which nobody asks for here.
