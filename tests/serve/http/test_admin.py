@@ -32,6 +32,12 @@ def test_state_and_decisions(server):
     assert server.request("GET", "/metrics")[2].startswith(b"# HELP")
 
 
+def test_numbers_that_json_does_not_have_are_null(server):
+    server.backend.describe = lambda: {"a": float("inf"), "b": [float("nan"), 1.5]}
+    assert ask(server, "GET", "/admin/state") == (200, {"a": None, "b": [None, 1.5]})
+    del server.backend.describe
+
+
 def test_orders_reach_the_pool(server):
     assert ask(server, "POST", "/admin/composition", {"composition": "1x2,2x1"}) == (200, {"composition": "1x2,2x1"})
     assert ask(server, "POST", "/admin/drain", {})[0] == 200

@@ -180,3 +180,16 @@ def test_request_id_is_echoed_or_made(server):
     assert len(made) == 3
     odd = server.request("POST", "/v1/completions", body, {"x-request-id": "a b" + "c" * 500})[1]["x-request-id"]
     assert " " not in odd
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_impossible_tokens_are_still_json(server, path):
+    def answer(generation):
+        generation.put(Token(504, float("-inf"), ((504, float("-inf")),)))
+        generation.end(FinishReason.LENGTH)
+
+    server.backend.answer = answer
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 1}
+    status, found = server.post(path, **(chat if "chat" in path else {"prompt": [1], "logprobs": 1}))
+    assert status == 200
+    assert json.dumps(found["choices"][0]["logprobs"]).count("-9999.0") == 2

@@ -1,8 +1,14 @@
 """The end of a server: what was accepted is answered, what comes later is refused, and it does end."""
 
+import contextlib
 import http.client
 import json
+import signal
+import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from tests.serve.http.fake_backend import echo, silent
@@ -10,6 +16,7 @@ from tests.serve.http.servers import MODEL, WAIT_S, events_of, serving
 
 from vertumnus.serve.generation import Token
 
+ROOT = Path(__file__).resolve().parents[3]
 BODY = {"model": MODEL, "prompt": [504], "max_tokens": 3}
 
 
@@ -65,3 +72,25 @@ def test_idle_connections_do_not_hold_up_the_end():
         connection.request("GET", "/health")
         assert connection.getresponse().read()
     connection.close()
+
+
+def test_signal_ends_a_process_after_its_answers_are_out():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        command = [sys.executable, "-m", "tests.serve.http.serve_on_fd", str(listener.fileno())]
+        process = subprocess.Popen(command, pass_fds=[listener.fileno()], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        # The listener holds the connection until the process is up.
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+            body = json.dumps(BODY | {"stream": True})
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            begun = response.readline() + response.readline()
+            process.send_signal(signal.SIGTERM)
+            stream = begun + response.read()
+        assert events_of(stream)[-1] == "[DONE]"
+        _, complaints = process.communicate(timeout=WAIT_S)
+        assert (process.returncode, complaints) == (0, "")
+    finally:
+        process.kill()
+        process.communicate()

@@ -71,7 +71,7 @@ async def _events(backend: Backend, is_over: asyncio.Event) -> AsyncIterator[byt
             await asyncio.wait((coming, over), return_when=asyncio.FIRST_COMPLETED)
             if not coming.done() or coming.result() is None:
                 return
-            yield b"data: " + to_json(coming.result()) + b"\n\n"
+            yield b"data: " + to_json(coming.result(), inf_nan_mode="null") + b"\n\n"
     finally:
         over.cancel()
         if coming is not None:
@@ -93,4 +93,4 @@ def _outcome(facts: dict[str, Any]) -> Response:
 
 
 def _json(value: Any) -> Response:
-    return Response(to_json(value), media_type="application/json")
+    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json")

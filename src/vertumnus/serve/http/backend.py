@@ -8,7 +8,8 @@ from vertumnus.serve.generation import Generation, GenerationRequest
 __all__ = ["Backend", "Facts"]
 
 Facts = dict[str, Any]
-"""What becomes one JSON object: strings, finite numbers, booleans, None, lists and further objects."""
+"""What becomes one JSON object: strings, numbers, booleans, None, lists and further objects. Infinity and NaN are
+shown as null."""
 
 
 class Backend(Protocol):

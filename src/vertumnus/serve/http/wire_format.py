@@ -16,6 +16,9 @@ __all__ = ["ChatFormat", "CompletionFormat", "DONE", "WireFormat", "error_event"
 
 DONE = b"data: [DONE]\n\n"
 
+LOWEST_LOGPROB = -9999.0
+"""Instead of minus infinity, which JSON does not have; OpenAI's choice."""
+
 
 def usage_of(num_prompt_tokens: int, num_answer_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
     return {
@@ -24,6 +27,10 @@ def usage_of(num_prompt_tokens: int, num_answer_tokens: int, num_cached_tokens: 
         "total_tokens": num_prompt_tokens + num_answer_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
+
+
+def _shown(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LOWEST_LOGPROB)
 
 
 def error_event(error: ApiError) -> bytes:
@@ -104,7 +111,7 @@ class CompletionFormat(WireFormat):
     def _shown_logprobs(self, shown: Sequence[ShownToken]) -> dict[str, Any]:
         return {
             "tokens": [self._token_text(each.token.token_id) for each in shown],
-            "token_logprobs": [each.token.logprob for each in shown],
+            "token_logprobs": [_shown(each.token.logprob) for each in shown],
             "top_logprobs": [self._by_text(each.token.top_logprobs) for each in shown],
             "text_offset": [each.start for each in shown],
         }
@@ -112,7 +119,9 @@ class CompletionFormat(WireFormat):
     def _by_text(self, alternatives: Sequence[tuple[int, float]]) -> dict[str, float]:
         found: dict[str, float] = {}
         for token_id, logprob in alternatives:
-            found.setdefault(self._token_text(token_id), logprob)  # of two tokens with one text, the likelier
+            found.setdefault(
+                self._token_text(token_id), max(logprob, LOWEST_LOGPROB)
+            )  # of two tokens with one text, the likelier
         return found
 
 
@@ -149,4 +158,4 @@ class ChatFormat(WireFormat):
 
     def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         token_bytes = self._tokeniser.token_bytes(token_id)
-        return {"token": self._token_text(token_id), "logprob": logprob, "bytes": list(token_bytes)}
+        return {"token": self._token_text(token_id), "logprob": _shown(logprob), "bytes": list(token_bytes)}
