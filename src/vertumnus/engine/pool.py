@@ -88,7 +88,14 @@ class GroupsFormed:
     generation: int
 
 
-PoolEvent = RankGone | RankBack | GroupsFormed
+@dataclass(frozen=True, slots=True)
+class PoolGone:
+    """The pool has given up: whatever is asked from now on fails with the same words."""
+
+    reason: str
+
+
+PoolEvent = RankGone | RankBack | GroupsFormed | PoolGone
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +393,7 @@ class RankPool:
                 if num_failed == MAX_RECOVERIES or self.roster.is_launcher_gone:
                     self._failure = PoolError(f"the pool has given up after {num_failed} attempts: {error}")
                     self._is_whole.set()
+                    self.events.put_nowait(PoolGone(str(self._failure)))
                     return
             self._update()
 

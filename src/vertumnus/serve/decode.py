@@ -19,8 +19,8 @@ from vertumnus.engine.errors import PoolError, RankError, RankLost, WireError
 from vertumnus.engine.messages import Refusal
 from vertumnus.engine.step import Address, Step, StepOutput
 from vertumnus.errors import InvariantError
-from vertumnus.serve.generation import FinishReason, Token
-from vertumnus.serve.live_request import LiveRequest, Stage
+from vertumnus.serve.generation import FinishReason
+from vertumnus.serve.live_request import LiveRequest, Stage, token_of
 from vertumnus.serve.live_settings import LiveSettings
 from vertumnus.serve.rank_driver import RankDriver
 from vertumnus.serve.ranks import Ranks
@@ -283,7 +283,12 @@ class DecodeRanks:
             epoch=rank.epoch,
             requests=[
                 each.request.step_request(
-                    each.request.num_tokens - 1, each.request.num_tokens, each.blocks, block_tokens, is_last=True
+                    each.request.num_tokens - 1,
+                    each.request.num_tokens,
+                    each.blocks,
+                    block_tokens,
+                    is_last=True,
+                    has_labels=False,
                 )
                 for each in taking_part
             ],
@@ -300,7 +305,7 @@ class DecodeRanks:
             sequence = rank.sequences[output.request_id]
             if sequence.request.is_over:
                 continue
-            reason = sequence.request.take(Token(output.token_id, output.logprob))
+            reason = sequence.request.take(token_of(output))
             if reason is not None:
                 self._free(rank, sequence)
                 self._owner.end(sequence.request, reason)

@@ -43,13 +43,13 @@ from vertumnus.core.hashing import BlockHasher
 from vertumnus.core.index.reports import CacheReport
 from vertumnus.core.requests import PrefillRequest
 from vertumnus.core.worker_caches import BegunStep, WorkerCaches
-from vertumnus.engine.pool import GroupsFormed, RankBack, RankGone
+from vertumnus.engine.pool import GroupsFormed, PoolGone, RankBack, RankGone
 from vertumnus.engine.step import StepOutput, StepRequest
 from vertumnus.errors import ConfigError
 from vertumnus.serve.decode import DecodeRanks
 from vertumnus.serve.errors import DeadlineExceeded, Overloaded, PoolFailed, RequestTooLarge, ServeError, ShuttingDown
 from vertumnus.serve.generation import FinishReason, Generation, GenerationRequest, Token
-from vertumnus.serve.live_request import LiveRequest, Stage
+from vertumnus.serve.live_request import LiveRequest, Stage, token_of
 from vertumnus.serve.live_settings import LiveSettings
 from vertumnus.serve.rank_driver import RankDriver
 from vertumnus.serve.ranks import Ranks
@@ -433,7 +433,12 @@ class LivePool:
                 is_last = item.end_tokens == item.request.input_tokens
                 requests.append(
                     request.step_request(
-                        each.prefix_tokens, item.end_tokens, blocks, self.settings.block_tokens, is_last=is_last
+                        each.prefix_tokens,
+                        item.end_tokens,
+                        blocks,
+                        self.settings.block_tokens,
+                        is_last=is_last,
+                        has_labels=True,
                     )
                 )
         return requests
@@ -448,9 +453,7 @@ class LivePool:
             if found is None:  # ranks are lost: what ran here is placed elsewhere
                 return
             outputs = found
-        tokens = {
-            output.request_id: Token(output.token_id, output.logprob) for each in outputs for output in each.outputs
-        }
+        tokens = {output.request_id: token_of(output) for each in outputs for output in each.outputs}
         finished = self.caches.finish_step(worker_id, holds=True)
         if finished is None:
             return
@@ -603,6 +606,8 @@ class LivePool:
                     self._rank_back(rank)
                 case GroupsFormed():
                     self._driver.groups_formed()
+                case PoolGone(reason):
+                    self._fail(PoolFailed(reason))
 
     def _rank_gone(self, rank: int, reason: str) -> None:
         self.telemetry.rank_gone(self._loop.time(), rank, reason)

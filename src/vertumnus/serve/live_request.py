@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vertumnus.core.requests import PrefillRequest
-from vertumnus.engine.step import StepRequest
+from vertumnus.engine.step import RequestOutput, StepRequest
 from vertumnus.serve.generation import FinishReason, Generation, Token
 
 
@@ -89,9 +89,12 @@ class LiveRequest:
         )
 
     def step_request(
-        self, first: int, end: int, blocks: list[tuple[int, int]], block_tokens: int, *, is_last: bool
+        self, first: int, end: int, blocks: list[tuple[int, int]], block_tokens: int, *, is_last: bool, has_labels: bool
     ) -> StepRequest:
-        """Tokens [first, end) behind a prefix of `first` tokens, with the next one sampled if they are the last."""
+        """Tokens [first, end) behind a prefix of `first` tokens, with the next one sampled if they are the last.
+
+        has_labels: whether the ranks are to know the blocks by their hashes.
+        """
         asked = self.generation.request
         return StepRequest(
             request_id=self.request_id,
@@ -99,5 +102,10 @@ class LiveRequest:
             num_prefix_tokens=first,
             blocks=blocks[: -(-end // block_tokens)],
             sampling=asked.sampling if is_last else None,
-            has_logprob=asked.num_top_logprobs is not None and is_last,
+            labels=self.attempt.blocks[: end // block_tokens] if has_labels else (),
+            num_top_logprobs=asked.num_top_logprobs if is_last else None,
         )
+
+
+def token_of(output: RequestOutput) -> Token:
+    return Token(output.token_id, output.logprob, tuple(output.top_logprobs))

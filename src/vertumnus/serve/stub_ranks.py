@@ -85,7 +85,7 @@ class StubRanks:
             RequestOutput(
                 request_id=request.request_id,
                 token_id=self.next_token(request.token_ids[-1], request.num_tokens),
-                logprob=-1.0 if request.has_logprob else None,
+                logprob=None if request.num_top_logprobs is None else -1.0,
             )
             for request in step.requests
             if request.sampling is not None
