@@ -273,7 +273,6 @@ class DecodeRanks:
 
     async def _iterate(self, rank: _Rank) -> None:
         """One token for every sequence."""
-        block_tokens = self._settings.block_tokens
         taking_part = list(rank.sequences.values())
         self._num_steps += 1
         step = Step(
@@ -281,17 +280,7 @@ class DecodeRanks:
             first_rank=rank.rank,
             degree=1,
             epoch=rank.epoch,
-            requests=[
-                each.request.step_request(
-                    each.request.num_tokens - 1,
-                    each.request.num_tokens,
-                    each.blocks,
-                    block_tokens,
-                    is_last=True,
-                    has_labels=False,
-                )
-                for each in taking_part
-            ],
+            requests=[each.request.decode_share(each.blocks) for each in taking_part],
         )
         life, started_s = rank.life, self._now_s()
         outputs = await self._run(step, rank)

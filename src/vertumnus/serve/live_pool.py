@@ -432,13 +432,8 @@ class LivePool:
                 blocks = self.caches.addresses(worker_id, request.request_id)
                 is_last = item.end_tokens == item.request.input_tokens
                 requests.append(
-                    request.step_request(
-                        each.prefix_tokens,
-                        item.end_tokens,
-                        blocks,
-                        self.settings.block_tokens,
-                        is_last=is_last,
-                        has_labels=True,
+                    request.prefill_share(
+                        each.prefix_tokens, item.end_tokens, blocks, self.settings.block_tokens, is_last=is_last
                     )
                 )
         return requests

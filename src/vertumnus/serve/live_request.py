@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from vertumnus.core.requests import PrefillRequest
-from vertumnus.engine.step import RequestOutput, StepRequest
+from vertumnus.engine.step import Address, RequestOutput, StepRequest
 from vertumnus.serve.generation import FinishReason, Generation, Token
 
 
@@ -88,22 +88,32 @@ class LiveRequest:
             len(self.tokens) + 1 - self.num_prompt_tokens >= asked.max_tokens
         )
 
-    def step_request(
-        self, first: int, end: int, blocks: list[tuple[int, int]], block_tokens: int, *, is_last: bool, has_labels: bool
+    def prefill_share(
+        self, first: int, end: int, blocks: list[Address], block_tokens: int, *, is_last: bool
     ) -> StepRequest:
-        """Tokens [first, end) behind a prefix of `first` tokens, with the next one sampled if they are the last.
-
-        has_labels: whether the ranks are to know the blocks by their hashes.
-        """
+        """Prompt tokens [first, end) behind a prefix of `first` tokens, with the next one sampled if they are the last.
+        The ranks are told the hashes of the blocks, so that they can say later what they hold."""
         asked = self.generation.request
         return StepRequest(
             request_id=self.request_id,
             token_ids=self.tokens[first:end],
             num_prefix_tokens=first,
             blocks=blocks[: -(-end // block_tokens)],
+            labels=self.attempt.blocks[: end // block_tokens],
             sampling=asked.sampling if is_last else None,
-            labels=self.attempt.blocks[: end // block_tokens] if has_labels else (),
             num_top_logprobs=asked.num_top_logprobs if is_last else None,
+        )
+
+    def decode_share(self, blocks: list[Address]) -> StepRequest:
+        """The last token, whose KV is still missing, and the next one sampled. `blocks` have room for all tokens."""
+        asked = self.generation.request
+        return StepRequest(
+            request_id=self.request_id,
+            token_ids=self.tokens[-1:],
+            num_prefix_tokens=len(self.tokens) - 1,
+            blocks=blocks,
+            sampling=asked.sampling,
+            num_top_logprobs=asked.num_top_logprobs,
         )
 
 
