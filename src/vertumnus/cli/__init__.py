@@ -14,6 +14,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "simulate": ("vertumnus.cli.simulate", "Replay a trace through a simulated prefill pool."),
     "compare": ("vertumnus.cli.compare", "The same trace through several policies and rates, in one table."),
     "plan": ("vertumnus.cli.plan", "Composition, capacity and headroom for this traffic."),
+    "serve": ("vertumnus.cli.serve", "The live pool: a model behind OpenAI's API, workers split and merged online."),
     "replay": ("vertumnus.cli.replay", "Send a trace to a live endpoint and say what its clients saw."),
     "model": ("vertumnus.cli.model", "A small real model to try things on."),
     "bench": ("vertumnus.cli.bench", "Speed and memory of this program on this machine."),

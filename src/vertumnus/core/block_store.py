@@ -251,6 +251,20 @@ class BlockStore:
             union.touch(union._path_to(union._resident[block][1]))
         return union
 
+    @staticmethod
+    def restored(rank: int, blocks_per_rank: int, blocks: Sequence[tuple[int, bytes, bytes | None]]) -> "BlockStore":
+        """A rank's store with (slot, block, parent) resident, the first to be evicted first. Of a block that is named
+        twice, the later one counts."""
+        store = BlockStore([rank], blocks_per_rank)
+        resident = store._resident
+        for slot, block, parent in blocks:
+            resident[block] = (rank * blocks_per_rank + slot, parent)
+            resident.move_to_end(block)
+        taken = {slot for slot, _ in resident.values()}
+        store._free[rank] = [slot for slot in store._free[rank] if slot not in taken]
+        store._num_free = len(store._free[rank])
+        return store
+
     def check_invariants(self) -> None:
         """Raises InvariantError unless free + resident + allocated = capacity and no slot is owned twice."""
         num_free = sum(len(free) for free in self._free.values())

@@ -139,6 +139,14 @@ class WorkerCaches:
 
     # Workers
 
+    def restore(self, rank: int, blocks: Sequence[tuple[int, bytes, bytes | None]]) -> None:
+        """What a rank holds already, as (slot, block, parent), least recently used first; before it serves."""
+        self._rank_store[rank] = BlockStore.restored(rank, self.blocks_per_rank, blocks)
+
+    def num_restored(self, rank: int) -> int:
+        """Blocks that a rank held when it was restored and nobody has opened it yet."""
+        return self._rank_store[rank].num_resident
+
     def open(self, worker_id: int, group: RankGroup, epoch: int) -> Snapshot:
         """Groups the ranks' stores, whichever workers they served before; returns what they hold.
 

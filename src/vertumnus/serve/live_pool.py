@@ -96,8 +96,12 @@ class LivePool:
         self._gone: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        """When it goes off."""
         self._is_draining = False
         self._failure: PoolFailed | None = None
+        self.failed = asyncio.Event()
+        """Set with `failure`."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._execute: dict[type, Callable[[Any], None]] = {
@@ -340,6 +344,7 @@ class LivePool:
         if self._failure is None:
             self._failure = error if isinstance(error, PoolFailed) else PoolFailed(f"the pool has failed: {error}")
             self._failure.__cause__ = error if error is not self._failure else None
+            self.failed.set()
             self.telemetry.pool_failed(self._loop.time(), self._failure)
         for request in list(self._attempts.values()):
             self.end(request, self._failure)
@@ -369,10 +374,10 @@ class LivePool:
         due_s = self.control_plane.next_timer_s()
         if due_s is None or self._failure is not None:
             return
-        if self._timer is None or due_s < self._timer.when():
+        if self._timer is None or due_s < self._timer_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(due_s, self._fire_timer)
+            self._timer, self._timer_s = self._loop.call_at(due_s, self._fire_timer), due_s
 
     def _fire_timer(self) -> None:
         self._timer = None

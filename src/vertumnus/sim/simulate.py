@@ -10,10 +10,9 @@ from typing import Any
 
 from vertumnus.core.composition import Composition, OperationKind, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane
-from vertumnus.core.controller import Controller
+from vertumnus.core.controllers import make_controller
 from vertumnus.core.events import CopyReason
 from vertumnus.core.index.replication import ReplicationSettings
-from vertumnus.core.lookahead_controller import LookaheadController
 from vertumnus.core.placement import PaperPolicy, PlacementPolicy, VertumnusPolicy
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
@@ -22,7 +21,6 @@ from vertumnus.core.queueing import Discipline
 from vertumnus.core.reconfiguration import ReconfigurationSettings
 from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.core.slo import Slo
-from vertumnus.core.threshold_controller import ThresholdController
 from vertumnus.errors import ConfigError
 from vertumnus.sim.auto import auto_composition
 from vertumnus.sim.metrics import LatencySummary, RequestRecords, summarise
@@ -113,17 +111,6 @@ class SimulationResult:
         return document | {"rate_per_s": round(self.rate_per_s, 6)} | asdict(self.latency) | {"wall_s": self.wall_s}
 
 
-def make_controller(name: str, profile: Profile) -> Controller:
-    """A fresh controller by name: `lookahead` (ours) or `threshold` (the paper's)."""
-    if name == "lookahead":
-        return LookaheadController(profile.cost_model())
-    if name == "threshold":
-        if profile.kappa is None:
-            raise ConfigError(f"kappa is missing in profile {profile.name}; accepted: a profile with kappa per degree")
-        return ThresholdController(profile.kappa)
-    raise ConfigError(f"controller is {name!r}; accepted: lookahead, threshold")
-
-
 def _pull_settings(pulls: Pulls, profile: Profile) -> PullSettings | None:
     if pulls is Pulls.NONE:
         return None
@@ -190,7 +177,9 @@ def simulate(
             replication=ReplicationSettings() if has_replication else None,
             pull=_pull_settings(settings.pulls or (Pulls.ANY if has_replication else Pulls.PENDING), profile),
         ),
-        controller=None if settings.is_fixed else make_controller(settings.controller, profile),
+        controller=None
+        if settings.is_fixed
+        else make_controller(settings.controller, profile.cost_model(), profile.kappa),
     )
     pool = SimulatedPool(
         control_plane=control_plane,

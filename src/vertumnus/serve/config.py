@@ -1,0 +1,144 @@
+"""What an operator decides about a live pool: one validated file, and flags over it."""
+
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vertumnus.core.composition import Composition, Topology, lay_out
+from vertumnus.core.slo import Slo
+from vertumnus.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SECRETS = ("control_token", "api_keys")
+
+
+class ServeConfig(BaseModel):
+    """Every key may stand in the file (TOML) under its name; unknown ones are refused. Durations in seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Path
+    """Folder of the model, as Hugging Face writes it."""
+    name: str | None = None
+    """What clients call the model; None: the folder's name."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of weights and KV; None: the checkpoint's own."""
+
+    ranks: int = Field(4, ge=1)
+    """Prefill ranks."""
+    decode_ranks: int = Field(1, ge=1)
+    composition: str = "auto"
+    """COUNTxDEGREE parts; auto: one worker of degree 2 for every two of degree 1, and the controller from there."""
+    threads_per_rank: int = Field(1, ge=1)
+    block_tokens: int = Field(32, ge=1)
+    kv_mib_per_rank: int = Field(512, ge=1)
+    """Memory for KV blocks."""
+
+    profile: str = "auto"
+    """A profile's name or file; auto: measured at start, in some ten seconds."""
+    policy: str = "vertumnus"
+    controller: Literal["lookahead", "threshold", "none"] = "lookahead"
+    window_s: float = Field(20.0, gt=0)
+    """Observation window of the controller."""
+    queue: Literal["fifo", "shortest"] = "shortest"
+    step_tokens: int = Field(512, ge=1)
+    """Token budget of a prefill step: longer prompts are cut, shorter ones packed."""
+    replication: bool = True
+    pulls: Literal["none", "pending", "any"] = "any"
+    """Which blocks of other workers a request may have copied in before it is served."""
+    slo: str = "1.0+0.0002L"
+
+    max_queued_requests: int = Field(1024, ge=1)
+    max_wait_s: float | None = Field(None, gt=0)
+    max_decode_sequences: int = Field(64, ge=1)
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    control_token: str | None = Field(None, min_length=16)
+    """For /admin and the dashboard; None: made up at start and printed."""
+    api_keys: dict[str, str] = Field(default_factory=dict)
+    """Key to tenant's name; none: everybody is served, as one tenant."""
+    public_metrics: bool = True
+    max_connections: int = Field(4096, ge=1)
+    max_body_mib: int | None = Field(None, ge=1)
+    drain_timeout_s: float = Field(60.0, ge=0)
+
+    def checked(self) -> "ServeConfig":
+        """Itself; ConfigError for what contradicts itself or is not there."""
+        if not self.model.is_dir():
+            raise ConfigError(f"model is {str(self.model)!r}, which is no folder; accepted: a model's folder")
+        if self.step_tokens < self.block_tokens:
+            raise ConfigError(f"step_tokens is {self.step_tokens}; accepted: at least one block ({self.block_tokens})")
+        composition = self.initial_composition
+        if composition.num_gpus != self.ranks:
+            raise ConfigError(f"composition is {composition}, of {composition.num_gpus} ranks; accepted: {self.ranks}")
+        lay_out(composition, Topology(self.ranks))
+        Slo.parse(self.slo)
+        return self
+
+    @property
+    def model_name(self) -> str:
+        return self.name or self.model.resolve().name
+
+    @property
+    def initial_composition(self) -> Composition:
+        if self.composition != "auto":
+            return Composition.parse(self.composition)
+        num_pairs = self.ranks // 4
+        num_single = self.ranks - 2 * num_pairs
+        return Composition.parse(f"{num_pairs}x2,{num_single}x1" if num_pairs else f"{num_single}x1")
+
+    def to_toml(self) -> str:
+        """What is in force, secrets left out."""
+        lines = []
+        for key, value in self.model_dump(mode="json").items():
+            if value is None or key in SECRETS:
+                lines.append(f"# {key} = {'(secret)' if value else '(default)'}")
+            else:
+                lines.append(f"{key} = {_toml(value)}")
+        return "\n".join(lines) + "\n"
+
+
+def read_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
+    """The file's keys, with the flags that were given over them. Raises ConfigError, naming the key."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"config {file} cannot be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config {file} is not TOML: {error}") from error
+    values |= {key: value for key, value in flags.items() if value is not None}
+    return config_from(values)
+
+
+def config_from(values: dict[str, Any]) -> ServeConfig:
+    """Raises ConfigError with one sentence on the first key that is wrong."""
+    try:
+        return ServeConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(ServeConfig.model_fields)
+            raise ConfigError(f"key {key!r} is unknown; accepted: {known}") from None
+        if first["type"] == "missing":
+            raise ConfigError(f"{key} is missing; accepted: a value for it") from None
+        shown = "(secret)" if key.split(".")[0] in SECRETS else repr(first["input"])
+        raise ConfigError(f"{key} is {shown}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return str(value)

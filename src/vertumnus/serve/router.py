@@ -1,0 +1,272 @@
+"""The router's process: HTTP in front, the control plane in the middle, ranks behind.
+
+A supervisor starts it, tells it what to do on standard input and starts it again if it dies; ranks outlive it, and the
+next one finds their KV. It ends when the supervisor's end of standard input closes.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+from vertumnus.core.composition import Layout, RankGroup, Topology, lay_out
+from vertumnus.core.control_plane import ControlPlane
+from vertumnus.core.controllers import make_controller
+from vertumnus.core.cost import CostModel
+from vertumnus.core.index.replication import ReplicationSettings
+from vertumnus.core.placement import PaperPolicy, VertumnusPolicy
+from vertumnus.core.policies import make_policy
+from vertumnus.core.profile import Profile, load_profile
+from vertumnus.core.pulls import PullSettings
+from vertumnus.core.queueing import Discipline
+from vertumnus.core.settings import ControlPlaneSettings
+from vertumnus.core.worker_caches import WorkerCaches
+from vertumnus.engine.errors import PoolError
+from vertumnus.engine.model_config import Dtype, ModelConfig
+from vertumnus.engine.pool import RankPool
+from vertumnus.engine.pool_config import PoolConfig
+from vertumnus.errors import ConfigError, VertumnusError
+from vertumnus.serve.calibration import Calibration, calibrate
+from vertumnus.serve.config import ServeConfig
+from vertumnus.serve.http import HttpConfig, Tokeniser, create_app, serve_http, stop_on_signals
+from vertumnus.serve.live_backend import LiveBackend
+from vertumnus.serve.live_pool import LivePool
+from vertumnus.serve.live_settings import LiveSettings
+from vertumnus.serve.router_spec import RouterReport, RouterSpec
+
+LOG = logging.getLogger(__name__)
+
+NO_PARENT = bytes(16)
+"""What ranks call the block before the first."""
+
+
+class Router:
+    """Builds a live pool from a specification and serves it."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        self._spec = spec
+        self._config = spec.config
+        self._model = ModelConfig.from_folder(self._config.model)
+        dtype = Dtype(self._config.dtype) if self._config.dtype is not None else self._model.dtype
+        self._kv_bytes_per_token = self._model.kv_bytes_per_token(dtype)
+        block_bytes = self._kv_bytes_per_token * self._config.block_tokens
+        self._blocks_per_rank = (self._config.kv_mib_per_rank << 20) // block_bytes
+        if self._blocks_per_rank < 1:
+            raise ConfigError(
+                f"kv_mib_per_rank is {self._config.kv_mib_per_rank}; accepted: {-(-block_bytes >> 20)} or more, "
+                f"for one block of {self._config.block_tokens} tokens"
+            )
+        self._topology = Topology(self._config.ranks)
+        self._degrees = tuple(degree for degree in (1, 2, 4, 8) if degree <= self._config.ranks)
+
+    async def run(self) -> None:
+        """Until a signal or the supervisor says to stop, and what was accepted is answered."""
+        config = self._config
+        tokeniser = Tokeniser.from_folder(config.model)
+        ranks = await self._ranks()
+        try:
+            pool = await self._pool(ranks)
+        except BaseException:
+            await ranks.close()
+            raise
+        stop = asyncio.Event()
+        started = asyncio.Event()
+        watching = asyncio.ensure_future(_supervisor_gone(stop))
+        try:
+            app = create_app(LiveBackend(pool), tokeniser, self._http_config())
+            sockets = [socket.socket(fileno=self._spec.http_fd)]
+            with stop_on_signals(stop):
+                serving = asyncio.ensure_future(serve_http(app, sockets, self._http_config(), stop, started=started))
+                failing = asyncio.ensure_future(pool.failed.wait())
+                await asyncio.wait([asyncio.ensure_future(started.wait()), serving], return_when="FIRST_COMPLETED")
+                report(RouterReport(kind="ready"))
+                await asyncio.wait([serving, failing], return_when=asyncio.FIRST_COMPLETED)
+                failing.cancel()
+                stop.set()
+                await serving
+        finally:
+            watching.cancel()
+            failure = pool.failure
+            await pool.close()
+            tokeniser.close()
+        if failure is not None:
+            raise failure
+
+    async def _ranks(self) -> RankPool:
+        config = self._config
+        pool_config = PoolConfig(
+            source="vertumnus.engine.model_source:load",
+            options={
+                "folder": str(config.model.resolve()),
+                "dtype": config.dtype,
+                "block_tokens": config.block_tokens,
+            },
+            num_ranks=config.ranks + config.decode_ranks,
+            num_slots=self._blocks_per_rank,
+            threads_per_rank=config.threads_per_rank,
+            listen_fd=self._spec.pool_fd,
+            token=self._spec.pool_token,
+        )
+        if not self._spec.is_first:
+            with contextlib.suppress(PoolError):  # nobody is there any more
+                return await RankPool.attach(pool_config)
+        return await RankPool.start(pool_config)
+
+    async def _pool(self, ranks: RankPool) -> LivePool:
+        config = self._config
+        caches = WorkerCaches(self._blocks_per_rank, config.block_tokens, has_tails=True)
+        if not self._spec.is_first:
+            await self._restore(ranks, caches)
+        layout = await self._layout(ranks)
+        epoch = ranks.highest_epoch
+        if config.profile != "auto":
+            profile = load_profile(config.profile)
+            cost_model, pulls = profile.cost_model(), _pulls_of(profile, config)
+            kappa = profile.kappa
+        else:
+            calibration = await self._calibration(ranks, epoch)
+            epoch = max(epoch, calibration.epoch)
+            cost_model, kappa = calibration.cost_model, None
+            pulls = _pulls(config, calibration.copy_s_per_token, calibration.copy_latency_s)
+        pool = LivePool(
+            ranks=ranks,
+            control_plane=self._control_plane(layout, cost_model, kappa, pulls, epoch + 1),
+            settings=LiveSettings(
+                num_prefill_ranks=config.ranks,
+                num_decode_ranks=config.decode_ranks,
+                block_tokens=config.block_tokens,
+                blocks_per_rank=self._blocks_per_rank,
+                max_sequence_tokens=self._model.max_positions,
+                vocab_size=self._model.vocab_size,
+                max_queued_requests=config.max_queued_requests,
+                max_wait_s=config.max_wait_s,
+                max_decode_sequences=config.max_decode_sequences,
+            ),
+            hash_key=self._spec.hash_key,
+            caches=caches,
+        )
+        await pool.start()
+        return pool
+
+    async def _restore(self, ranks: RankPool, caches: WorkerCaches) -> None:
+        """What the prefill ranks hold, by what they say."""
+        for rank in range(self._config.ranks):
+            labels = await ranks.labels(rank)
+            caches.restore(
+                rank, [(each.slot, each.label, None if each.parent == NO_PARENT else each.parent) for each in labels]
+            )
+        LOG.info("found %d blocks", sum(caches.num_restored(rank) for rank in range(self._config.ranks)))
+
+    async def _layout(self, ranks: RankPool) -> Layout:
+        """The groups that the ranks serve as already, if they are all in one; else the configured composition."""
+        if not self._spec.is_first:
+            keys = {(await ranks.status(rank)).group for rank in range(self._config.ranks)}
+            groups = sorted(RankGroup(key.first_rank, key.degree) for key in keys if key is not None)
+            if [rank for group in groups for rank in group.ranks] == list(range(self._config.ranks)):
+                return tuple(groups)
+        return lay_out(self._config.initial_composition, self._topology)
+
+    async def _calibration(self, ranks: RankPool, epoch: int) -> Calibration:
+        if self._spec.calibration is not None:
+            return Calibration.from_json(self._spec.calibration)
+        calibration = await calibrate(
+            ranks,
+            self._degrees,
+            epoch=epoch,
+            block_tokens=self._config.block_tokens,
+            blocks_per_rank=self._blocks_per_rank,
+            step_tokens=self._config.step_tokens,
+        )
+        report(RouterReport(kind="calibrated", calibration=calibration.to_json()))
+        return calibration
+
+    def _control_plane(
+        self,
+        layout: Layout,
+        cost_model: CostModel,
+        kappa: Mapping[int, float] | None,
+        pulls: PullSettings | None,
+        epoch: int,
+    ) -> ControlPlane:
+        config = self._config
+        policy = make_policy(config.policy)
+        has_replication = config.replication and isinstance(policy, VertumnusPolicy | PaperPolicy)
+        return ControlPlane(
+            layout=layout,
+            topology=self._topology,
+            cost_model=cost_model,
+            policy=policy,
+            settings=ControlPlaneSettings(
+                block_tokens=config.block_tokens,
+                blocks_per_rank=self._blocks_per_rank,
+                discipline=Discipline(config.queue),
+                step_tokens=config.step_tokens,
+                max_sequence_tokens=self._model.max_positions,
+                window_s=config.window_s,
+                replication=ReplicationSettings() if has_replication else None,
+                pull=pulls,
+            ),
+            controller=None if config.controller == "none" else make_controller(config.controller, cost_model, kappa),
+            epoch=epoch,
+        )
+
+    def _http_config(self) -> HttpConfig:
+        config = self._config
+        return HttpConfig(
+            model_name=config.model_name,
+            max_context_tokens=min(self._model.max_positions, self._blocks_per_rank * config.block_tokens),
+            vocab_size=self._model.vocab_size,
+            stop_token_ids=frozenset(self._model.stop_token_ids),
+            api_keys=config.api_keys,
+            control_token=self._spec.control_token,
+            has_public_metrics=config.public_metrics,
+            max_body_bytes=None if config.max_body_mib is None else config.max_body_mib << 20,
+            max_connections=config.max_connections,
+            drain_timeout_s=config.drain_timeout_s,
+        )
+
+
+def _pulls_of(profile: Profile, config: ServeConfig) -> PullSettings | None:
+    slowest = min(profile.inter_node_bytes_per_s, profile.intra_node_bytes_per_s)
+    return _pulls(config, profile.kv_bytes_per_token / slowest, profile.copy_latency_s)
+
+
+def _pulls(config: ServeConfig, s_per_token: float, latency_s: float) -> PullSettings | None:
+    if config.pulls == "none":
+        return None
+    return PullSettings(s_per_token=s_per_token, latency_s=latency_s, from_any_worker=config.pulls == "any")
+
+
+async def _supervisor_gone(stop: asyncio.Event) -> None:
+    """Sets `stop` when standard input closes: whoever started this is gone."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while await reader.read(1024):
+        pass
+    os._exit(1)  # its sockets are ours alone now, and ranks wait at one of them for somebody who never comes
+
+
+def report(what: RouterReport) -> None:
+    """To the supervisor."""
+    sys.stdout.buffer.write(what.to_line())
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """`python -m vertumnus.serve.router`, with a `RouterSpec` as the first line of standard input."""
+    spec = RouterSpec.from_line(sys.stdin.buffer.readline())
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    try:
+        import uvloop
+
+        uvloop.run(Router(spec).run())
+    except VertumnusError as error:
+        report(RouterReport(kind="failed", message=str(error), is_input=isinstance(error, ConfigError)))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What a supervisor tells a router process, and what the router tells it: one JSON object a line."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vertumnus.serve.config import ServeConfig, config_from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """http_fd, pool_fd: listening sockets that outlive the router. hash_key, pool_token: the same for every router in
+    turn, or the ranks' KV would mean nothing to the next. is_first: no ranks are there yet. calibration: of an earlier
+    router, if it measured any."""
+
+    config: ServeConfig
+    http_fd: int
+    pool_fd: int
+    hash_key: bytes
+    pool_token: str
+    control_token: str
+    is_first: bool
+    calibration: dict[str, Any] | None = None
+
+    def to_line(self) -> bytes:
+        plain = {name: getattr(self, name) for name in self.__slots__}
+        plain |= {"config": self.config.model_dump(mode="json"), "hash_key": self.hash_key.hex()}
+        return json.dumps(plain).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "RouterSpec":
+        plain = json.loads(line)
+        plain |= {"config": config_from(plain["config"]), "hash_key": bytes.fromhex(plain["hash_key"])}
+        return cls(**plain)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterReport:
+    """kind: `ready`, `calibrated` or `failed`. is_input: it failed for something that somebody configured."""
+
+    kind: str
+    message: str = ""
+    is_input: bool = False
+    calibration: dict[str, Any] | None = None
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "RouterReport":
+        return cls(**json.loads(line))
