@@ -125,7 +125,8 @@ class WorkerCaches:
         """The KV blocks of every worker that serves, by worker id; a parked worker has none any more."""
         return {worker.worker_id: worker.store for worker in self._workers.values() if not worker.is_parked}
 
-    def __len__(self) -> int:
+    @property
+    def num_workers(self) -> int:
         """Workers that are open, parked ones included."""
         return len(self._workers)
 

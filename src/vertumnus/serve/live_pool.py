@@ -77,7 +77,9 @@ class LivePool:
         self.control_plane = control_plane
         self.settings = settings
         self.telemetry = telemetry or Telemetry()
-        self.caches = caches or WorkerCaches(settings.blocks_per_rank, settings.block_tokens, has_tails=True)
+        if caches is None:
+            caches = WorkerCaches(settings.blocks_per_rank, settings.block_tokens, has_tails=True)
+        self.caches = caches
         self._loop = asyncio.get_running_loop()
         self.ranks = ranks
         self._driver = RankDriver(ranks, settings, self.telemetry)

@@ -5,12 +5,13 @@ next one finds their KV. It ends when the supervisor's end of standard input clo
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import sys
 from collections.abc import Mapping
+
+import uvloop
 
 from vertumnus.core.composition import Layout, RankGroup, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane
@@ -82,7 +83,7 @@ class Router:
                 serving = asyncio.ensure_future(serve_http(app, sockets, self._http_config(), stop, started=started))
                 failing = asyncio.ensure_future(pool.failed.wait())
                 await asyncio.wait([asyncio.ensure_future(started.wait()), serving], return_when="FIRST_COMPLETED")
-                report(RouterReport(kind="ready"))
+                self._report(RouterReport(kind="ready"))
                 await asyncio.wait([serving, failing], return_when=asyncio.FIRST_COMPLETED)
                 failing.cancel()
                 stop.set()
@@ -94,6 +95,9 @@ class Router:
             tokeniser.close()
         if failure is not None:
             raise failure
+
+    def _report(self, what: RouterReport) -> None:
+        os.write(self._spec.report_fd, what.to_line())
 
     async def _ranks(self) -> RankPool:
         config = self._config
@@ -111,8 +115,10 @@ class Router:
             token=self._spec.pool_token,
         )
         if not self._spec.is_first:
-            with contextlib.suppress(PoolError):  # nobody is there any more
+            try:
                 return await RankPool.attach(pool_config)
+            except PoolError as error:
+                LOG.warning("the ranks are started anew: %s", error)
         return await RankPool.start(pool_config)
 
     async def _pool(self, ranks: RankPool) -> LivePool:
@@ -180,7 +186,7 @@ class Router:
             blocks_per_rank=self._blocks_per_rank,
             step_tokens=self._config.step_tokens,
         )
-        report(RouterReport(kind="calibrated", calibration=calibration.to_json()))
+        self._report(RouterReport(kind="calibrated", calibration=calibration.to_json()))
         return calibration
 
     def _control_plane(
@@ -249,22 +255,17 @@ async def _supervisor_gone(stop: asyncio.Event) -> None:
     os._exit(1)  # its sockets are ours alone now, and ranks wait at one of them for somebody who never comes
 
 
-def report(what: RouterReport) -> None:
-    """To the supervisor."""
-    sys.stdout.buffer.write(what.to_line())
-    sys.stdout.buffer.flush()
-
-
 def main() -> None:
     """`python -m vertumnus.serve.router`, with a `RouterSpec` as the first line of standard input."""
     spec = RouterSpec.from_line(sys.stdin.buffer.readline())
+    for fd in (spec.http_fd, spec.pool_fd, spec.report_fd):
+        os.set_inheritable(fd, False)  # the ranks have no business with them
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
-        import uvloop
-
         uvloop.run(Router(spec).run())
     except VertumnusError as error:
-        report(RouterReport(kind="failed", message=str(error), is_input=isinstance(error, ConfigError)))
+        failed = RouterReport(kind="failed", message=str(error), is_input=isinstance(error, ConfigError))
+        os.write(spec.report_fd, failed.to_line())
         sys.exit(1)
 
 

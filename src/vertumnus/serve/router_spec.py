@@ -1,4 +1,4 @@
-"""What a supervisor tells a router process, and what the router tells it: one JSON object a line."""
+"""What a supervisor tells a router process on standard input, and what the router tells it: a JSON object a line."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,13 +9,16 @@ from vertumnus.serve.config import ServeConfig, config_from
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
-    """http_fd, pool_fd: listening sockets that outlive the router. hash_key, pool_token: the same for every router in
-    turn, or the ranks' KV would mean nothing to the next. is_first: no ranks are there yet. calibration: of an earlier
-    router, if it measured any."""
+    """http_fd, pool_fd: listening sockets that outlive the router. report_fd: takes `RouterReport`s.
+
+    hash_key, pool_token: the same for every router in turn, or the ranks' KV would mean nothing to the next. is_first:
+    no ranks are there yet. calibration: of an earlier router, if it measured any.
+    """
 
     config: ServeConfig
     http_fd: int
     pool_fd: int
+    report_fd: int = -1
     hash_key: bytes
     pool_token: str
     control_token: str

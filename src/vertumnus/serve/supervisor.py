@@ -9,6 +9,7 @@ ends, the router does, and with it the ranks.
 """
 
 import contextlib
+import io
 import os
 import secrets
 import selectors
@@ -87,20 +88,24 @@ class Supervisor:
         calibration: dict[str, object] | None = None
         is_ready = False
         failure: RouterReport | None = None
-        router = self._router = subprocess.Popen(
-            [sys.executable, "-m", "vertumnus.serve.router"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[spec.http_fd, spec.pool_fd],
-            start_new_session=True,  # an interrupt at the terminal is ours to deal with
-        )
-        assert router.stdin is not None
-        assert router.stdout is not None
-        with router:
+        said, report_fd = os.pipe()
+        try:
+            router = self._router = subprocess.Popen(
+                [sys.executable, "-m", "vertumnus.serve.router"],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno(),
+                pass_fds=[spec.http_fd, spec.pool_fd, report_fd],
+                start_new_session=True,  # an interrupt at the terminal is ours to deal with
+            )
+        finally:
+            os.close(report_fd)
+        with open(said, "rb", buffering=0) as pipe, router:
+            assert router.stdin is not None
             try:
-                router.stdin.write(spec.to_line())
-                router.stdin.flush()
-                for line in self._lines(router.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    router.stdin.write(replace(spec, report_fd=report_fd).to_line())
+                    router.stdin.flush()
+                for line in self._lines(router, pipe):
                     report = RouterReport.from_line(line)
                     if report.kind == "ready":
                         is_ready = True
@@ -109,8 +114,6 @@ class Supervisor:
                         calibration = report.calibration
                     else:
                         failure = report
-                status = router.wait()
-            except BrokenPipeError:
                 status = router.wait()
             except BaseException:
                 router.kill()
@@ -126,25 +129,28 @@ class Supervisor:
         print(f"the router ended with {_shown(status)}{detail}; starting another", file=sys.stderr, flush=True)
         return False, calibration
 
-    def _lines(self, pipe: object) -> Iterator[bytes]:
-        """What the router says, line by line, until it closes the pipe. Signals are taken in between."""
-        fd = pipe.fileno()  # type: ignore[attr-defined]
+    def _lines(self, router: subprocess.Popen[bytes], pipe: io.FileIO) -> Iterator[bytes]:
+        """What the router says, line by line, until it ends. Signals are taken in between."""
         rest = b""
         kill_at_s: float | None = None
-        with selectors.DefaultSelector() as selector:
-            selector.register(fd, selectors.EVENT_READ)
+        with selectors.DefaultSelector() as selector, _pid_fd(router.pid) as pid_fd:
+            selector.register(pipe, selectors.EVENT_READ)
+            selector.register(pid_fd, selectors.EVENT_READ)
             while True:
                 if self._is_stopping and kill_at_s is None:
                     kill_at_s = time.monotonic() + self.config.drain_timeout_s + KILL_AFTER_S
-                if kill_at_s is not None and time.monotonic() > kill_at_s and self._router is not None:
-                    self._router.kill()
-                if not selector.select(0.5):
-                    continue
-                chunk = os.read(fd, 65536)
-                if not chunk:
+                if kill_at_s is not None and time.monotonic() > kill_at_s:
+                    router.kill()
+                ready = {key.fd for key, _ in selector.select(0.5)}
+                if pipe.fileno() in ready:
+                    chunk = pipe.read(65536)
+                    if chunk:
+                        *lines, rest = (rest + chunk).split(b"\n")
+                        yield from lines
+                        continue
+                    selector.unregister(pipe)
+                if pid_fd in ready:
                     return
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from lines
 
     def _note_restart(self) -> None:
         now_s = time.monotonic()
@@ -161,6 +167,16 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 router.send_signal(signal.SIGKILL if self._is_stopping else signal.SIGTERM)
         self._is_stopping = True
+
+
+@contextlib.contextmanager
+def _pid_fd(pid: int) -> Iterator[int]:
+    """Readable once the process has ended."""
+    fd = os.pidfd_open(pid)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _listen(host: str, port: int, backlog: int, name: str) -> socket.socket:

@@ -154,7 +154,7 @@ class SimulatedPool:
 
     def _check_alive(self) -> None:
         """Timers go on for ever, so a pool without workers that waits for nothing else has to be told apart."""
-        if self._num_open and not len(self._caches) and all(entry[1] == Priority.TIMER for entry in self._heap):
+        if self._num_open and not self._caches.num_workers and all(entry[1] == Priority.TIMER for entry in self._heap):
             raise ConfigError(
                 f"failures leave no GPU at {self.now_s:g} s, with {self._num_open} requests open; "
                 "accepted: failures that spare or give back at least one"
