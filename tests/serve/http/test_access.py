@@ -105,6 +105,13 @@ def test_without_a_token_nobody_is_an_operator(method, path, body):
             assert server.request(method, "/dashboard?token=None")[0] == (403 if method == "GET" else 405)
 
 
+@pytest.mark.parametrize(
+    "path", ["/%61dmin/state", "/admin%2fstate", "/admin/../admin/state", "//admin/state", "/ADMIN/state"]
+)
+def test_other_spellings_lead_nowhere_else(server, path):
+    assert server.request("GET", path)[0] in (401, 404)
+
+
 def test_probes_are_open(server):
     assert server.request("GET", "/health")[0] == 200
     assert server.request("GET", "/ready")[0] == 200

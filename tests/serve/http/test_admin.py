@@ -86,6 +86,17 @@ def test_events_come_until_the_reader_leaves(server):
     server.until(lambda: server.backend.calls == ["events", "events closed"])
 
 
+def test_silent_events_are_kept_alive():
+    with serving(control_token="control-secret", heartbeat_s=0.02) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+        connection.request("GET", "/admin/events", headers=TOKEN)
+        response = connection.getresponse()
+        lines = [response.readline() for _ in range(6)]
+        response.close()
+        connection.close()
+    assert lines == [b'data: {"event":"hello"}\n', b"\n", b": waiting\n", b"\n", b": waiting\n", b"\n"]
+
+
 def test_events_do_not_hold_up_the_end():
     with serving(control_token="control-secret") as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)

@@ -170,6 +170,20 @@ def test_connections_beyond_the_bound_are_turned_away():
         assert server.post("/v1/completions", prompt=[1])[0] == 200
 
 
+def test_bodies_that_are_being_read_share_a_bound():
+    with serving(max_buffered_body_bytes=50_000) as server, connect(server) as first, connect(server) as second:
+        large = request_bytes(prompt=[1], user="x" * 30_000)
+        first.sendall(large[:-1])
+        server.until(lambda: server.app.answering.num_buffered_body_bytes > 30_000)
+        second.sendall(large)
+        assert json.loads(read_response(second)[1])["error"]["code"] == "overloaded"
+        first.sendall(large[-1:])
+        assert read_response(first)[0] == 200
+        server.until(lambda: server.app.answering.num_buffered_body_bytes == 0)
+        second.sendall(large)
+        assert read_response(second)[0] == 200
+
+
 def test_huge_head_is_refused(server):
     with connect(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")

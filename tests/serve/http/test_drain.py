@@ -74,6 +74,19 @@ def test_idle_connections_do_not_hold_up_the_end():
     connection.close()
 
 
+@pytest.mark.parametrize("begun", [b"", b"POST /v1/c", b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"])
+def test_requests_that_never_come_whole_do_not_hold_up_the_end(begun, caplog):
+    with serving(drain_timeout_s=0.05) as server:
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S)
+        connection.sendall(begun)
+        server.until(lambda: len(server.app.connections) == 1)
+        if b"{" in begun:
+            server.until(lambda: server.app.answering.num_active == 1)
+    connection.close()
+    assert server.app.answering.num_active == 0
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_signal_ends_a_process_after_its_answers_are_out():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

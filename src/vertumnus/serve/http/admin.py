@@ -10,6 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from vertumnus.serve.http.api_error import ApiError
 from vertumnus.serve.http.backend import Backend, Facts
+from vertumnus.serve.http.exchange import HEARTBEAT
 from vertumnus.serve.http.schemas import CompositionRequest, DrainRequest, PauseRequest
 
 __all__ = ["admin_routes"]
@@ -17,7 +18,7 @@ __all__ = ["admin_routes"]
 MAX_DECISIONS = 10_000
 
 
-def admin_routes(backend: Backend, is_over: asyncio.Event) -> APIRouter:
+def admin_routes(backend: Backend, is_over: asyncio.Event, heartbeat_s: float) -> APIRouter:
     """`is_over` ends what would never end by itself."""
     router = APIRouter(prefix="/admin", tags=["operator"])
 
@@ -36,9 +37,8 @@ def admin_routes(backend: Backend, is_over: asyncio.Event) -> APIRouter:
         response_class=StreamingResponse,
     )
     async def events() -> Response:
-        return StreamingResponse(
-            _events(backend, is_over), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        stream = _events(backend, is_over, heartbeat_s)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     @router.post("/composition", summary="Asks for a composition, as COUNTxDEGREE,...")
     async def composition(asked: CompositionRequest) -> Response:
@@ -61,17 +61,24 @@ EVENT_STREAM: dict[str, Any] = {
 }
 
 
-async def _events(backend: Backend, is_over: asyncio.Event) -> AsyncIterator[bytes]:
+async def _events(backend: Backend, is_over: asyncio.Event, heartbeat_s: float) -> AsyncIterator[bytes]:
     events = backend.events()
     over = asyncio.ensure_future(is_over.wait())
     coming: asyncio.Future[Any] | None = None
     try:
         while True:
-            coming = asyncio.ensure_future(_next(events))
-            await asyncio.wait((coming, over), return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done() or coming.result() is None:
+            if coming is None:
+                coming = asyncio.ensure_future(_next(events))
+            await asyncio.wait((coming, over), timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+            if over.done():
                 return
-            yield b"data: " + to_json(coming.result(), inf_nan_mode="null") + b"\n\n"
+            if not coming.done():
+                yield HEARTBEAT
+                continue
+            event, coming = coming.result(), None
+            if event is None:
+                return
+            yield b"data: " + to_json(event, inf_nan_mode="null") + b"\n\n"
     finally:
         over.cancel()
         if coming is not None:

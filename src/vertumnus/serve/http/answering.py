@@ -11,7 +11,7 @@ from vertumnus.serve.http.access import Access, Tenant
 from vertumnus.serve.http.api_error import ApiError, ClientGone, internal_error, seen_by_client
 from vertumnus.serve.http.backend import Backend
 from vertumnus.serve.http.config import HttpConfig
-from vertumnus.serve.http.exchange import Exchange, Receive
+from vertumnus.serve.http.exchange import HEARTBEAT, BodyRoom, Exchange, Receive
 from vertumnus.serve.http.jobs import Job, JobReader
 from vertumnus.serve.http.request_log import log_request
 from vertumnus.serve.http.tokeniser import Tokeniser
@@ -19,9 +19,6 @@ from vertumnus.serve.http.transcript import Transcript
 from vertumnus.serve.http.wire_format import DONE, ChatFormat, CompletionFormat, WireFormat, error_event, usage_of
 
 __all__ = ["Answering"]
-
-HEARTBEAT = b": waiting\n\n"
-"""A comment, which clients skip."""
 
 LOG = logging.getLogger(__name__)
 
@@ -32,11 +29,16 @@ class Answering:
     def __init__(self, backend: Backend, tokeniser: Tokeniser, access: Access, config: HttpConfig) -> None:
         self._backend, self._tokeniser, self._access, self._config = backend, tokeniser, access, config
         self._reader = JobReader(tokeniser, config)
+        self._room = BodyRoom(config.max_buffered_body_bytes)
         self._open: set[Generation] = set()
         self.num_active = 0
         """Requests whose answer is not out yet, those still being read included."""
         self.is_draining = False
         """New requests are refused."""
+
+    @property
+    def num_buffered_body_bytes(self) -> int:
+        return self._room.num_bytes
 
     def give_up(self) -> None:
         """Ends every request that is still open with ShuttingDown."""
@@ -56,12 +58,7 @@ class Answering:
         self.num_active += 1
         try:
             tenant = self._access.tenant(exchange)
-            body = await exchange.read_json_body(self._config.body_limit_bytes)
-            if self.is_draining:
-                raise ShuttingDown("the server is stopping")
-            read = self._reader.chat if is_chat else self._reader.completion
-            job = await read(exchange, body, tenant.salt)
-            del body
+            job = await self._read(exchange, tenant, is_chat=is_chat)
             generation = self._backend.submit(job.request)
             self._open.add(generation)
             try:
@@ -87,6 +84,16 @@ class Answering:
                 finish_reason=answer.finish_reason,
                 error_code=error,
             )
+
+    async def _read(self, exchange: Exchange, tenant: Tenant, *, is_chat: bool) -> Job:
+        try:
+            body = await exchange.read_json_body(self._config.body_limit_bytes, self._room)
+            if self.is_draining:
+                raise ShuttingDown("the server is stopping")
+            read = self._reader.chat if is_chat else self._reader.completion
+            return await read(exchange, body, tenant.salt)
+        finally:
+            self._room.give_back(exchange.body_bytes)
 
 
 class _Answer:

@@ -140,7 +140,7 @@ def _api(backend: Backend, answering: Answering, access: Access, config: HttpCon
     async def dashboard_part(name: str) -> Response:
         return dashboard_file(config.dashboard_folder, name)
 
-    api.include_router(admin_routes(backend, is_over))
+    api.include_router(admin_routes(backend, is_over, config.heartbeat_s))
     api.openapi = lambda: openapi_document(api, config)  # type: ignore[method-assign]
 
     @api.exception_handler(ApiError)

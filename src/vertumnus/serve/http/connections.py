@@ -10,7 +10,7 @@ from uvicorn.server import ServerState
 from vertumnus.serve.http.api_error import ApiError
 from vertumnus.serve.http.config import HttpConfig
 
-__all__ = ["GuardedProtocol", "guarded_by", "sweep"]
+__all__ = ["GuardedProtocol", "end_unfinished", "guarded_by", "sweep"]
 
 MAX_HEAD_BYTES = 1 << 16
 """Request line and headers together."""
@@ -78,6 +78,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, b"Bad Request", ApiError(400, "this is no HTTP request", code="invalid_http"))
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Any client could fill the log with it; the request is answered as if it asked for no upgrade."""
+
     def check_time(self, now_s: float) -> None:
         """Ends the connection where a bound has passed."""
         if self._unread_since_s is not None:
@@ -93,6 +96,11 @@ class GuardedProtocol(HttpToolsProtocol):
                 )
             else:
                 self.transport.abort()
+
+    def end_unless_answering(self) -> None:
+        """Ends the connection where its request has not come whole; idle ones are closed by uvicorn."""
+        if self._due_s is not None:
+            self.transport.abort()
 
     @property
     def _is_idle(self) -> bool:
@@ -120,3 +128,10 @@ async def sweep(state: ServerState, interval_s: float) -> None:
         for connection in tuple(state.connections):
             if isinstance(connection, GuardedProtocol):
                 connection.check_time(now_s)
+
+
+def end_unfinished(state: ServerState) -> None:
+    """Ends the connections whose request has not come whole, so that nobody waits for it."""
+    for connection in tuple(state.connections):
+        if isinstance(connection, GuardedProtocol):
+            connection.end_unless_answering()

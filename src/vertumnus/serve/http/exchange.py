@@ -6,9 +6,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
+from vertumnus.serve.errors import Overloaded
 from vertumnus.serve.http.api_error import ApiError, ClientGone, invalid
 
-__all__ = ["Exchange", "Receive", "Scope", "Send"]
+__all__ = ["BodyRoom", "Exchange", "HEARTBEAT", "Receive", "Scope", "Send"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -24,6 +25,26 @@ EVENT_STREAM = (
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 )
+
+HEARTBEAT = b": waiting\n\n"
+"""A comment among server-sent events, which clients skip."""
+
+
+class BodyRoom:
+    """What the bodies that are being read may take of memory, all together."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Overloaded, having taken them all the same: they are here; `give_back` counts them too."""
+        self.num_bytes += num_bytes
+        if self.num_bytes > self._max_bytes:
+            raise Overloaded("too many large requests are being read", retry_after_s=1.0)
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
 
 
 class Exchange:
@@ -89,9 +110,9 @@ class Exchange:
             return int(digits)
         raise invalid(f"header {name} must be a whole number from {lowest} to {highest}", name)
 
-    async def read_json_body(self, max_bytes: int) -> bytes:
-        """The whole body, not parsed. ApiError 413 beyond `max_bytes`, 415 where it says that it is no JSON;
-        ClientGone where the client leaves before it is whole."""
+    async def read_json_body(self, max_bytes: int, room: "BodyRoom | None" = None) -> bytes:
+        """The whole body, not parsed. ApiError 413 beyond `max_bytes`, 415 where it says that it is no JSON; Overloaded
+        where it finds no `room`; ClientGone where the client leaves before it is whole."""
         content_type = self._headers.get(b"content-type")
         if content_type is not None and content_type.partition(b";")[0].strip().lower() != b"application/json":
             # Also what keeps a web page elsewhere from posting here through its reader's browser.
@@ -108,6 +129,8 @@ class Exchange:
                 raise ClientGone
             piece = message.get("body", b"")
             self.body_bytes += len(piece)
+            if room is not None:
+                room.take(len(piece))
             is_last = not message.get("more_body", False)
             if self.body_bytes > max_bytes:
                 if not is_last:

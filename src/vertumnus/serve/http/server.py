@@ -11,7 +11,7 @@ import uvicorn
 
 from vertumnus.serve.http.app import HttpApp
 from vertumnus.serve.http.config import HttpConfig
-from vertumnus.serve.http.connections import guarded_by, sweep
+from vertumnus.serve.http.connections import end_unfinished, guarded_by, sweep
 
 __all__ = ["serve_http", "stop_on_signals"]
 
@@ -63,6 +63,7 @@ async def serve_http(
         await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
         await _drain(app, config.drain_timeout_s)
         app.is_over.set()
+        end_unfinished(server.server_state)
         server.should_exit = True
         await serving
     finally:

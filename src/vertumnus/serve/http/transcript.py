@@ -31,6 +31,7 @@ class Transcript:
         self._num_chars = 0
         """Of the answer's text, visible or held back."""
         self._num_visible = 0
+        self._is_finished = False
         self.num_tokens = 0
         """That the answer took: those after a stop string do not count."""
 
@@ -60,6 +61,7 @@ class Transcript:
         """The rest, once no token comes any more."""
         if self.is_stopped:
             return ""
+        self._is_finished = True
         rest = self._see(self._detokeniser.finish())
         if self._stops is not None and not self.is_stopped:
             rest += self._stops.finish()
@@ -69,11 +71,13 @@ class Transcript:
     def take_shown(self) -> list[ShownToken]:
         """The tokens whose text is out; each is given once. Of a stop string's tokens, the one that it starts in."""
         limit = self._num_visible
-        if self.is_stopped:
-            shown, self._held = [held for held in self._held if held.start < limit], []
-        else:
-            num_shown = next((n for n, held in enumerate(self._held) if held.end > limit), len(self._held))
-            shown, self._held = self._held[:num_shown], self._held[num_shown:]
+        if self.is_stopped or self._is_finished:
+            shown, self._held = self._held, []
+            return [each for each in shown if each.start < limit or not self.is_stopped]
+        num_shown = next((n for n, held in enumerate(self._held) if held.end > limit), len(self._held))
+        while num_shown and self._held[num_shown - 1].start == self._held[num_shown - 1].end:
+            num_shown -= 1  # the beginning of a character, which may yet be a stop string's
+        shown, self._held = self._held[:num_shown], self._held[num_shown:]
         return shown
 
     def _see(self, text: str) -> str:
