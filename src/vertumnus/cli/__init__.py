@@ -18,6 +18,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "replay": ("vertumnus.cli.replay", "Send a trace to a live endpoint and say what its clients saw."),
     "model": ("vertumnus.cli.model", "A small real model to try things on."),
     "bench": ("vertumnus.cli.bench", "Speed and memory of this program on this machine."),
+    "live-demo": ("vertumnus.cli.live_demo", "A real pool on this machine, merging and splitting under traffic."),
     "demo": ("vertumnus.cli.demo", "What adapting the composition does for an hour of traffic."),
 }
 """Each verb's module, whose `command` it is, and its one line in the list of verbs."""

@@ -26,6 +26,13 @@ class ServerError(click.ClickException):
     """The server could not start or go on: one sentence on standard error, exit status 1."""
 
 
+def require_packages() -> None:
+    """Raises ConfigError if the extras that serving needs are not installed."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serving needs {', '.join(missing)}; accepted: an installation of vertumnus[serve,engine]")
+
+
 @click.command()
 @click.argument("model", required=False, type=click.Path(path_type=Path))
 @click.option("--config", "file", type=click.Path(path_type=Path), help="A TOML file; flags go over it.")
@@ -53,9 +60,7 @@ def command(model: Path | None, file: Path | None, print_config: bool, **flags: 
     Starts the ranks, waits until they are ready, and answers OpenAI's API: /v1/completions, /v1/chat/completions,
     /v1/models. Operators find /metrics, /dashboard and /admin. SIGTERM drains.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"serve needs {', '.join(missing)}; accepted: an installation with vertumnus[serve,engine]")
+    require_packages()
     from vertumnus.serve.config import read_config
     from vertumnus.serve.supervisor import ServerFailed, Supervisor
 
