@@ -233,6 +233,11 @@ class ControlPlane:
         return self._steering.controller if self._steering is not None else None
 
     @property
+    def long_tokens(self) -> int:
+        """Requests above this length count as long now."""
+        return self._steering.windows.long_threshold.tokens if self._steering is not None else self.settings.long_tokens
+
+    @property
     def last_window(self) -> Window | None:
         """The observation window that ended last."""
         return self._steering.last_window if self._steering is not None else None
