@@ -136,7 +136,7 @@ class LivePool:
 
     async def close(self) -> None:
         """Ends everything; requests that are open fail."""
-        self._fail(PoolFailed("the server is shutting down"))
+        self._fail(PoolFailed("the server is shutting down"), is_told=False)
         self._decode.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -347,13 +347,14 @@ class LivePool:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    def _fail(self, error: BaseException) -> None:
-        """Nothing can be served any more: everybody is told."""
+    def _fail(self, error: BaseException, *, is_told: bool = True) -> None:
+        """Nothing can be served any more: everybody who waits gets to know, and the telemetry unless it is no news."""
         if self._failure is None:
             self._failure = error if isinstance(error, PoolFailed) else PoolFailed(f"the pool has failed: {error}")
             self._failure.__cause__ = error if error is not self._failure else None
             self.failed.set()
-            self.telemetry.pool_failed(self._loop.time(), self._failure)
+            if is_told:
+                self.telemetry.pool_failed(self._loop.time(), self._failure)
         for request in list(self._attempts.values()):
             self.end(request, self._failure)
         self._attempts.clear()
@@ -364,14 +365,20 @@ class LivePool:
 
     def _tell(self, event: Event) -> None:
         try:
-            self._perform(self.control_plane.handle(event, self._loop.time()))
-            self._note_transitions()
+            actions = self.control_plane.handle(event, self._loop.time())
+            self._note_changes()
+            self._perform(actions)
             self._arm_timer()
         except Exception as error:  # who comes from the loop itself would otherwise leave everybody waiting
             self._fail(error)
             raise
 
-    def _note_transitions(self) -> None:
+    def _note_changes(self) -> None:
+        """Tells of what the control plane says in no action, before what follows from it."""
+        window = self.control_plane.last_window
+        if window is not None and window is not self._window:
+            self._window = window
+            self.telemetry.window_ended(self._loop.time(), window, self.control_plane.last_proposal)
         transitions = self.control_plane.transitions
         while self._num_transitions < len(transitions):
             self._num_transitions += 1
@@ -397,10 +404,6 @@ class LivePool:
     def _fire_timer(self) -> None:
         self._timer = None
         self._tell(TimerFired())
-        window = self.control_plane.last_window
-        if window is not None and window is not self._window:
-            self._window = window
-            self.telemetry.window_ended(self._loop.time(), window, self.control_plane.last_proposal)
         # Ranks that did not confirm an epoch in time count as lost: they come back as new ones.
         for rank in sorted(self.control_plane.lost_ranks - self._gone):
             self.ranks.kill(rank)
