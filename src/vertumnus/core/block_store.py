@@ -80,6 +80,11 @@ class BlockStore:
     def num_resident(self) -> int:
         return len(self._resident)
 
+    @property
+    def num_free(self) -> int:
+        """Slots that hold nothing; what is resident and not in use can be evicted besides."""
+        return self._num_free
+
     def __contains__(self, block: bytes) -> bool:
         return block in self._resident
 

@@ -20,7 +20,7 @@ from vertumnus.core.composition import (
     RankGroup,
     Topology,
 )
-from vertumnus.core.controller import Controller, HoldingController
+from vertumnus.core.controller import Controller, HoldingController, Proposal, Window
 from vertumnus.core.copies import CopyLedger
 from vertumnus.core.cost import CostModel, DegreeCosts, FloatArray, chunked_prefill_s
 from vertumnus.core.events import (
@@ -221,6 +221,31 @@ class ControlPlane:
     def target(self) -> Composition | None:
         """The composition that the pool is on its way to; None if it is where it should be."""
         return self._steering.target if self._steering is not None else None
+
+    @property
+    def planned_layout(self) -> Layout:
+        """The groups of `composition`, in rank order; live ranks outside are spare."""
+        return self._reconfiguration.planned_layout
+
+    @property
+    def controller(self) -> Controller | None:
+        """Who proposes compositions."""
+        return self._steering.controller if self._steering is not None else None
+
+    @property
+    def long_tokens(self) -> int:
+        """Requests above this length count as long now."""
+        return self._steering.windows.long_threshold.tokens if self._steering is not None else self.settings.long_tokens
+
+    @property
+    def last_window(self) -> Window | None:
+        """The observation window that ended last."""
+        return self._steering.last_window if self._steering is not None else None
+
+    @property
+    def last_proposal(self) -> Proposal | None:
+        """What the controller proposed at the end of that window."""
+        return self._steering.last_proposal if self._steering is not None else None
 
     @property
     def is_controller_paused(self) -> bool:

@@ -106,6 +106,11 @@ class Placement:
     row: int
     worker_id: int
     worker_ids: IntArray
+    degrees: FloatArray
+    reusable_tokens: FloatArray
+    service_s: FloatArray
+    matched_tokens: int
+    """These as in the view: what the cost was made from."""
     cost: FloatArray
     """What was minimised, in the policy's own unit."""
     terms: Mapping[str, FloatArray] = field(default_factory=dict)
@@ -131,6 +136,10 @@ def choose(view: PlacementView, cost: FloatArray, reason: str, **terms: FloatArr
         row=row,
         worker_id=int(view.worker_ids[row]),
         worker_ids=view.worker_ids,
+        degrees=view.degrees,
+        reusable_tokens=view.reusable_tokens,
+        service_s=view.service_s,
+        matched_tokens=view.matched_tokens,
         cost=cost,
         terms=terms,
         reason=reason,

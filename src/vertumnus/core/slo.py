@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from vertumnus.errors import ConfigError
 
 FloatArray = NDArray[np.float64]
+Tokens = TypeVar("Tokens", float, FloatArray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,5 +32,5 @@ class Slo:
     def __str__(self) -> str:
         return f"{self.base_s:g}+{self.per_token_s:g}L"
 
-    def tau_s(self, input_tokens: FloatArray) -> FloatArray:
+    def tau_s(self, input_tokens: Tokens) -> Tokens:
         return self.base_s + self.per_token_s * input_tokens

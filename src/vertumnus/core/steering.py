@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vertumnus.core.composition import Composition, Operation, OperationKind, RankGroup, plan_towards
-from vertumnus.core.controller import Arrivals, Controller, PoolState
+from vertumnus.core.controller import Arrivals, Controller, PoolState, Proposal, Window
 from vertumnus.core.observation import WindowTracker
 from vertumnus.core.reconfiguration import Reconfiguration
 from vertumnus.core.requests import PrefillRequest
@@ -37,6 +37,9 @@ class Steering:
         self.windows = windows
         self.target: Composition | None = None
         self.is_paused = False
+        self.last_window: Window | None = None
+        self.last_proposal: Proposal | None = None
+        """Of the last window; None if the controller wanted nothing or was not asked."""
         self.most_blocks = 0
         """KV blocks of the longest request seen: a pool that can hold it stays able to."""
         self._reconfiguration = reconfiguration
@@ -49,6 +52,7 @@ class Steering:
         """Closes the window and asks the controller; `waiting` are the requests without a worker."""
         workers = self._workers.all()
         window = self.windows.close(sum(worker.outstanding_s(now_s) for worker in workers))
+        self.last_window, self.last_proposal = window, None
         for worker in workers:
             worker.reused_blocks *= _REUSE_DECAY
         if not self._reconfiguration.planned_layout:  # every rank is lost: there is nothing to compose
@@ -60,6 +64,7 @@ class Steering:
         proposal = self.controller.observe(window, self._pool_state([*queued, *waiting], now_s))
         if proposal is not None:
             self.target = proposal.target
+            self.last_proposal = proposal
 
     def operations(self, now_s: float) -> list[Operation]:
         """What can start now on the way to the target, within the share of GPUs that may switch at once."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from vertumnus.core.composition import Composition, RankGroup, lay_out
 from vertumnus.core.control_plane import ControlPlane
+from vertumnus.core.controller import Window
 from vertumnus.core.events import (
     Action,
     ActivateGroups,
@@ -100,6 +101,9 @@ class LivePool:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         """When it goes off."""
+        self._window: Window | None = None
+        """The one that was told of last."""
+        self._num_transitions = 0
         self._is_draining = False
         self._failure: PoolFailed | None = None
         self.failed = asyncio.Event()
@@ -132,7 +136,7 @@ class LivePool:
 
     async def close(self) -> None:
         """Ends everything; requests that are open fail."""
-        self._fail(PoolFailed("the server is shutting down"))
+        self._fail(PoolFailed("the server is shutting down"), is_told=False)
         self._decode.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -189,7 +193,7 @@ class LivePool:
         try:
             self._check(asked, now_s)
         except ServeError as error:
-            self.telemetry.request_refused(now_s, type(error).__name__)
+            self.telemetry.request_refused(now_s, type(error).__name__, len(asked.token_ids))
             raise
         tokens = array("I", asked.token_ids)
         generation = Generation(asked, lambda: self._cancel(request))
@@ -204,6 +208,7 @@ class LivePool:
         self._idle.clear()
         self._num_unanswered += 1
         self._attempts[request.request_id] = request
+        self.telemetry.request_accepted(now_s, request)
         self._tell(RequestArrived(request.attempt))
         if generation.has_ended:
             generation.raise_if_failed()
@@ -327,7 +332,8 @@ class LivePool:
 
     def end(self, request: LiveRequest, outcome: FinishReason | Exception) -> None:
         if not request.is_over:
-            self._close_request(request, outcome.value if isinstance(outcome, FinishReason) else "failed")
+            told = "refused" if isinstance(outcome, RequestTooLarge) else "failed"
+            self._close_request(request, outcome.value if isinstance(outcome, FinishReason) else told)
             request.generation.end(outcome)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -341,13 +347,14 @@ class LivePool:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    def _fail(self, error: BaseException) -> None:
-        """Nothing can be served any more: everybody is told."""
+    def _fail(self, error: BaseException, *, is_told: bool = True) -> None:
+        """Nothing can be served any more: everybody who waits gets to know, and the telemetry unless it is no news."""
         if self._failure is None:
             self._failure = error if isinstance(error, PoolFailed) else PoolFailed(f"the pool has failed: {error}")
             self._failure.__cause__ = error if error is not self._failure else None
             self.failed.set()
-            self.telemetry.pool_failed(self._loop.time(), self._failure)
+            if is_told:
+                self.telemetry.pool_failed(self._loop.time(), self._failure)
         for request in list(self._attempts.values()):
             self.end(request, self._failure)
         self._attempts.clear()
@@ -358,11 +365,24 @@ class LivePool:
 
     def _tell(self, event: Event) -> None:
         try:
-            self._perform(self.control_plane.handle(event, self._loop.time()))
+            actions = self.control_plane.handle(event, self._loop.time())
+            self._note_changes()
+            self._perform(actions)
             self._arm_timer()
         except Exception as error:  # who comes from the loop itself would otherwise leave everybody waiting
             self._fail(error)
             raise
+
+    def _note_changes(self) -> None:
+        """Tells of what the control plane says in no action, before what follows from it."""
+        window = self.control_plane.last_window
+        if window is not None and window is not self._window:
+            self._window = window
+            self.telemetry.window_ended(self._loop.time(), window, self.control_plane.last_proposal)
+        transitions = self.control_plane.transitions
+        while self._num_transitions < len(transitions):
+            self._num_transitions += 1
+            self.telemetry.transition_committed(self._loop.time(), transitions[self._num_transitions - 1])
 
     def _perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -394,11 +414,15 @@ class LivePool:
         request = self._attempts[action.request_id]
         request.worker_id = action.worker_id
         request.degree = self.caches.group(action.worker_id).degree
+        if not action.is_redirected and request.num_attempts == 1:
+            placement = action.placement
+            request.reachable_tokens = placement.matched_tokens
+            request.predicted_s = float(placement.service_s[placement.row])
         self.telemetry.request_placed(self._loop.time(), request, action)
 
     def _rejected(self, action: RequestRejected) -> None:
         request = self._attempts.pop(action.request_id)
-        self.telemetry.request_refused(self._loop.time(), RequestTooLarge.__name__)
+        self.telemetry.request_refused(self._loop.time(), RequestTooLarge.__name__, request.num_tokens)
         self.end(request, RequestTooLarge(action.reason))
 
     def _drop(self, action: DropRequest) -> None:
@@ -499,6 +523,7 @@ class LivePool:
     # Copies between workers
 
     def _start_copy(self, action: CopyBlocks) -> None:
+        self.telemetry.copy_started(self._loop.time(), action)
         begun = self.caches.begin_copy(action)
         if begun is None:
             self._loop.call_soon(self._tell, CopyEnded(action.copy_id, False))
@@ -527,6 +552,7 @@ class LivePool:
         self._retry_stalled()
 
     def _reclaim(self, action: ReclaimBlocks) -> None:
+        self.telemetry.reclaim_started(self._loop.time(), action)
         for report in self.caches.reclaim(action):
             self.telemetry.blocks_reclaimed(self._loop.time(), len(report.blocks))
             self._tell(report)
@@ -545,13 +571,16 @@ class LivePool:
             raise ConfigError(
                 f"composition is {composition}, of {composition.num_gpus} ranks; accepted: all {topology.num_gpus}"
             )
+        self.telemetry.composition_requested(self._loop.time(), composition)
         self._tell(CompositionRequested(composition))
 
     def pause_controller(self, is_paused: bool) -> None:
         """While it is paused the composition stays what it is, or what `set_composition` makes it."""
+        self.telemetry.controller_paused(self._loop.time(), is_paused)
         self._tell(ControllerPaused(is_paused))
 
     def _activate(self, action: ActivateGroups) -> None:
+        self.telemetry.switch_started(self._loop.time(), action)
         self.spawn(self._switch(action))
 
     async def _switch(self, action: ActivateGroups) -> None:

@@ -49,8 +49,10 @@ class LiveRequest:
     """When the last step of the last attempt ended."""
     first_token_s: float | None = None
     reused_tokens: int = 0
+    reachable_tokens: int = 0
+    """Of the prompt, what any worker was known to hold when the request was first placed."""
     predicted_s: float = 0.0
-    """Service seconds that the placement reserved."""
+    """Service seconds that the first placement reserved."""
     held_token: Token | None = None
     """Sampled by the last step of the prefill; given out once the KV is at the decode rank."""
     ended_s: float | None = None

@@ -33,7 +33,7 @@ from vertumnus.errors import ConfigError, VertumnusError
 from vertumnus.serve.calibration import Calibration, calibrate
 from vertumnus.serve.config import ServeConfig
 from vertumnus.serve.http import HttpConfig, Tokeniser, create_app, serve_http, stop_on_signals
-from vertumnus.serve.live_backend import LiveBackend
+from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.live_pool import LivePool
 from vertumnus.serve.live_settings import LiveSettings
 from vertumnus.serve.router_spec import RouterReport, RouterSpec
@@ -50,6 +50,9 @@ class Router:
     def __init__(self, spec: RouterSpec) -> None:
         self._spec = spec
         self._config = spec.config
+        self._watch = Watch()
+        self._kappa: Mapping[int, float] | None = None
+        """Where the profile knows it."""
         self._model = ModelConfig.from_folder(self._config.model)
         dtype = Dtype(self._config.dtype) if self._config.dtype is not None else self._model.dtype
         self._kv_bytes_per_token = self._model.kv_bytes_per_token(dtype)
@@ -77,7 +80,7 @@ class Router:
         started = asyncio.Event()
         watching = asyncio.ensure_future(_supervisor_gone(stop))
         try:
-            app = create_app(LiveBackend(pool), tokeniser, self._http_config())
+            app = create_app(LiveBackend(pool, self._watch, kappa=self._kappa), tokeniser, self._http_config())
             sockets = [socket.socket(fileno=self._spec.http_fd)]
             with stop_on_signals(stop):
                 serving = asyncio.ensure_future(serve_http(app, sockets, self._http_config(), stop, started=started))
@@ -131,7 +134,7 @@ class Router:
         if config.profile != "auto":
             profile = load_profile(config.profile)
             cost_model, pulls = profile.cost_model(), _pulls_of(profile, config)
-            kappa = profile.kappa
+            kappa = self._kappa = profile.kappa
         else:
             calibration = await self._calibration(ranks, epoch)
             epoch = max(epoch, calibration.epoch)
@@ -152,6 +155,7 @@ class Router:
                 max_decode_sequences=config.max_decode_sequences,
             ),
             hash_key=self._spec.hash_key,
+            telemetry=self._watch.telemetry,
             caches=caches,
         )
         await pool.start()

@@ -1,0 +1,102 @@
+"""The pool's log: one JSON object a line, at state changes, without a word of any prompt."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+from tests.serve.live_builders import asked, prompt
+from tests.serve.test_live_backend import with_backend
+from tests.serve.test_live_pool import read
+
+from vertumnus.core.controller import PoolState, Proposal, Reason, Window
+from vertumnus.serve.errors import Overloaded
+from vertumnus.serve.log import POOL, PoolLog
+
+
+@pytest.fixture
+def lines(caplog):
+    """The lines so far, parsed."""
+    caplog.set_level(logging.INFO, POOL.name)
+    return lambda: [json.loads(record.getMessage()) for record in caplog.records if record.name == POOL.name]
+
+
+class Merging:
+    """A controller that asks for one worker."""
+
+    def observe(self, window: Window, state: PoolState) -> Proposal | None:
+        target = type(state.composition).parse("1x2")
+        return Proposal(target, (), Reason.LOAD_LOW, {"load_s_per_s": 0.1}) if state.composition != target else None
+
+
+def test_transitions_losses_and_restarts_are_logged_with_their_fields(lines):
+    async def body(pool, backend):
+        await asyncio.sleep(25.0)
+        answer = asyncio.ensure_future(read(pool.submit(asked(prompt(1, 100), max_tokens=50))))
+        await asyncio.sleep(3.0)
+        pool.ranks.kill(2)
+        await answer
+        backend.pause_controller(True)
+
+    with_backend(body, controller=Merging())
+    found = lines()
+    events = [line["event"] for line in found]
+    by_event = {line["event"]: line for line in found}
+    assert {"proposal", "switch_started", "switch_ended", "transition", "worker_closed", "restarted"} <= set(events)
+    assert by_event["proposal"]["figures"] == {"load_s_per_s": 0.1}
+    assert by_event["transition"]["operation"].startswith("merge")
+    assert by_event["transition"]["switch_s"] == pytest.approx(0.2)
+    assert by_event["rank_lost"]["rank"] == by_event["rank_back"]["rank"] == 2
+    assert by_event["restarted"] | {"time": 0} == {
+        "event": "restarted",
+        "time": 0,
+        "request_id": "test",
+        "reason": "its decode rank was lost",
+        "attempt": 2,
+    }
+    assert events.index("proposal") < events.index("switch_started") < events.index("transition")
+    assert events[-1] == "controller_paused"
+
+
+def test_levels_tell_what_needs_a_look(lines, caplog):
+    async def body(pool, backend):
+        pool.ranks.kill(0)
+        await asyncio.sleep(3.0)
+
+    with_backend(body)
+    levels = {json.loads(record.getMessage())["event"]: record.levelno for record in caplog.records}
+    assert levels["rank_lost"] == logging.WARNING
+    assert levels["rank_back"] == levels["worker_opened"] == logging.INFO
+
+
+def test_an_overload_writes_one_line_a_second_that_counts_the_others(lines):
+    log = PoolLog()
+    for tenth in range(25):
+        log.request_refused(tenth / 10, Overloaded.__name__, 100)
+    assert [(line["kind"], line["num_requests"]) for line in lines()] == [
+        ("Overloaded", 1),
+        ("Overloaded", 10),
+        ("Overloaded", 10),
+    ]
+
+
+def test_no_line_holds_a_prompt_or_a_token(lines):
+    marks = [900 + place for place in range(50)]
+
+    async def body(pool, backend):
+        answer = asyncio.ensure_future(read(pool.submit(asked(marks, max_tokens=20))))
+        await asyncio.sleep(1.0)
+        pool.ranks.kill(0)
+        await backend.drain(None)
+        await answer
+
+    with_backend(body)
+    text = json.dumps([{name: value for name, value in line.items() if name != "time"} for line in lines()])
+    assert lines()
+    assert not any(str(mark) in text for mark in marks)
+
+
+def test_nothing_is_made_ready_where_nobody_listens(caplog):
+    caplog.set_level(logging.ERROR, POOL.name)
+    PoolLog().rank_gone(0.0, 1, "killed")
+    assert caplog.records == []
