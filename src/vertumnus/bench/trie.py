@@ -1,5 +1,6 @@
 """Speed and memory of the prefix index, on branching conversations whose hot prefixes are held by many workers."""
 
+import gc
 import resource
 import time
 from collections.abc import Callable
@@ -56,7 +57,11 @@ def run(
         times = [_timed(lambda chain=chain: index.match(iter(chain))) for chain in chains]  # type: ignore[misc]
         blocks = sum(index.match(chain).num_blocks for chain in chains)
         results.append(_entry(operation, index.num_blocks, times, blocks, context) | {"chain_blocks": size})
+    # Else a search for reference cycles, some ten milliseconds, falls into one slice or another.
+    gc.collect()
+    gc.freeze()
     results += [_scan_entry(index, conversations, num_workers, is_full, context) for is_full in (False, True)]
+    gc.unfreeze()
 
     removals = _removals(index, sequences, num_conversations, num_blocks // 4, rng)
     removed = _entry("remove", index.num_blocks, removals[0], removals[1], context) | {"batch_blocks": CHAIN_BLOCKS}

@@ -583,7 +583,7 @@ class ControlPlane:
 
     def _advance_scan(self, replicator: Replicator, now_s: float) -> list[Action]:
         """Runs one slice of the replication scan; its last slice starts copies and reclaims."""
-        result = replicator.advance(self.index, self._pool_load(now_s), now_s)
+        result = replicator.advance(self.index, lambda: self._pool_load(now_s), now_s)
         if result is None:
             return []
         actions: list[Action] = []

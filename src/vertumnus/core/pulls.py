@@ -79,6 +79,8 @@ class Puller:
                         reachable = reusable.copy()
                     num_blocks = self._reachable_blocks(worker_id, request, match)
                     reachable[row] = min(num_blocks * block_tokens, max_tokens)
+            if reachable is reusable:
+                return reusable, suffix, service
         missing = reachable - reusable
         if missing[missing.argmax()] <= 0:
             return reusable, suffix, service

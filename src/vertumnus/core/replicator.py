@@ -1,6 +1,6 @@
 """When demand is counted and when the replication scan runs (Algorithms 1 and 2, driven by the control plane)."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import numpy as np
 
@@ -20,10 +20,11 @@ class Replicator:
         self.due_s = interval_s
         self._scan: Generator[None, None, ScanResult] | None = None
 
-    def advance(self, index: PrefixIndex, pool: PoolLoad, now_s: float) -> ScanResult | None:
-        """Runs the next slice of a few milliseconds; the result after the last one."""
+    def advance(self, index: PrefixIndex, pool: Callable[[], PoolLoad], now_s: float) -> ScanResult | None:
+        """Runs the next slice of a few milliseconds; the result after the last one. A scan goes by `pool` as it is at
+        its first slice."""
         if self._scan is None:
-            self._scan = index.scan(self.settings, pool, now_s)
+            self._scan = index.scan(self.settings, pool(), now_s)
         try:
             next(self._scan)
         except StopIteration as finished:
