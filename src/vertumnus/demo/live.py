@@ -25,6 +25,7 @@ PROBE_TOKENS = 16
 LONG_ANSWER_TOKENS = 120
 POLL_S = 0.25
 REQUEST_TIMEOUT_S = 90.0
+CHANGE_TIMEOUT_S = 20.0
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 30000
 
 
@@ -40,9 +41,9 @@ class Act:
 
 
 ACTS = (
-    Act("many short prompts", 24.0, 2.0, 64, 8),
-    Act("few long prompts", 40.0, 0.3, 1024, 8),
-    Act("an operator merges and splits", 30.0, 1.0, 96, 8),
+    Act("many short prompts", 22.0, 2.0, 64, 8),
+    Act("few long prompts", 35.0, 0.3, 1024, 8),
+    Act("an operator merges and splits", 20.0, 0.5, 96, 8),
 )
 BY_HAND = ("1x4", "2x2", "4x1")
 """Compositions of the third act."""
@@ -145,7 +146,7 @@ class LiveDemo:
         """An operator's hand, while one long answer streams; and the same answer again when all is quiet."""
         streaming = self._start(self._ask("long answer", PROBE, LONG_ANSWER_TOKENS))
         for composition in BY_HAND:
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(1.0)
             self._say(f"{self._now_s():5.1f} s  POST /admin/composition {composition}")
             async with self._session.post(
                 f"{self._server.url}/admin/composition",
@@ -153,8 +154,15 @@ class LiveDemo:
                 headers={"Authorization": f"Bearer {self._server.token}"},
             ) as response:
                 response.raise_for_status()
+            await self._until(composition)
         await streaming
         self._start(self._ask("long answer", PROBE, LONG_ANSWER_TOKENS))
+
+    async def _until(self, composition: str) -> None:
+        """Workers drain first, so a change takes as long as what they are at."""
+        give_up_s = self._now_s() + CHANGE_TIMEOUT_S
+        while self.story.compositions[-1][1] != composition and self._now_s() < give_up_s:
+            await asyncio.sleep(POLL_S)
 
     async def _watch(self) -> None:
         while True:
