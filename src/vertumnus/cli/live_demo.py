@@ -49,7 +49,7 @@ def command(model: Path | None, ranks: int, plot: Path | None, force: bool) -> N
         try:
             with running_server([*arguments, "--dtype", "float32"], Path(folder) / "server.log") as server:
                 note(f"dashboard, while this runs: {server.url}/dashboard?token={server.token}")
-                story = asyncio.run(LiveDemo(server, note).play())
+                story = asyncio.run(LiveDemo(server, note, num_ranks=ranks).play())
         except DemoFailed as error:
             raise DemoError(str(error)) from None
     if plot is not None:

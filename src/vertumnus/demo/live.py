@@ -7,15 +7,16 @@ must not depend on what the pool looks like.
 
 import asyncio
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import numpy as np
 
-from vertumnus.demo.server import RunningServer
+from vertumnus.demo.server import DemoFailed, RunningServer
 
 PROBE = (
     "In the old harbour town the lighthouse keeper wrote down every ship that came in, its colours and its cargo, and "
@@ -31,19 +32,20 @@ FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 30000
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """Traffic of one kind: prompts of `prompt_tokens`, `rate_per_s` of them by chance."""
+    """Traffic of one kind: prompts of `prompt_tokens`, at random instants, as many as are `load` times the seconds that
+    this machine's cores have for them."""
 
     name: str
     duration_s: float
-    rate_per_s: float
+    load: float
     prompt_tokens: int
     answer_tokens: int
 
 
 ACTS = (
-    Act("many short prompts", 22.0, 2.0, 64, 8),
-    Act("few long prompts", 35.0, 0.3, 1024, 8),
-    Act("an operator merges and splits", 20.0, 0.5, 96, 8),
+    Act("many short prompts", 25.0, 0.35, 64, 6),
+    Act("few long prompts", 40.0, 0.35, 768, 6),
+    Act("an operator merges and splits", 20.0, 0.1, 96, 6),
 )
 BY_HAND = ("1x4", "2x2", "4x1")
 """Compositions of the third act."""
@@ -88,19 +90,23 @@ class Story:
 
     def differing(self, kind: str) -> list[Asked]:
         """Answers to the same prompt that are not what the first one was."""
-        answers = [each for each in self.of(kind) if each.error is None]
+        answers = [each for each in self.of(kind) if each.end_s is not None]
         return [each for each in answers if each.text != answers[0].text]
 
 
 class LiveDemo:
     """Plays the acts against a server; `say` gets a line for people now and then."""
 
-    def __init__(self, server: RunningServer, say: Callable[[str], None], seed: int = 0) -> None:
+    def __init__(self, server: RunningServer, say: Callable[[str], None], *, num_ranks: int, seed: int = 0) -> None:
         self._server = server
+        self._num_cores = min(os.cpu_count() or 1, num_ranks)
+        self._rates_per_s: dict[str, float] = {}
+        """Of each act, by its name."""
         self._say = say
         self._rng = np.random.default_rng(seed)
         self._start_s = time.monotonic()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Asked]] = set()
+        self._is_over = False
         self.story = Story()
 
     async def play(self, acts: tuple[Act, ...] = ACTS) -> Story:
@@ -110,6 +116,8 @@ class LiveDemo:
             watching = asyncio.create_task(self._watch())
             probing = asyncio.create_task(self._probe())
             try:
+                for act in acts:  # the first answers warm up, and tell how long such prompts take here
+                    self._rates_per_s[act.name] = await self._rate_per_s(act)
                 for number, act in enumerate(acts):
                     self.story.acts.append((self._now_s(), act.name))
                     self._say(f"{self._now_s():5.1f} s  {act.name}")
@@ -118,6 +126,8 @@ class LiveDemo:
                     if by_hand is not None:
                         await by_hand
                 await asyncio.gather(*self._tasks)
+                self._is_over = True
+                await probing  # the last answer is waited for like any other
             finally:
                 for task in (watching, probing):
                     task.cancel()
@@ -126,19 +136,31 @@ class LiveDemo:
         self.story.end_s = self._now_s()
         return self.story
 
+    async def _rate_per_s(self, act: Act) -> float:
+        waits = []
+        for _ in range(2):
+            asked = await self._ask("alone", self._prompt(act), 1)
+            if asked.ttft_s is None:
+                raise DemoFailed(f"a prompt of {act.prompt_tokens} tokens was not answered: {asked.error}")
+            waits.append(asked.ttft_s)
+        return act.load * self._num_cores / min(waits)
+
+    def _prompt(self, act: Act) -> list[int]:
+        tokens: list[int] = self._rng.integers(FIRST_TOKEN_ID, LAST_TOKEN_ID, act.prompt_tokens).tolist()
+        return tokens
+
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s
 
     async def _send(self, act: Act) -> None:
         end_s = self._now_s() + act.duration_s
         while (left_s := end_s - self._now_s()) > 0:
-            await asyncio.sleep(min(float(self._rng.exponential(1 / act.rate_per_s)), left_s))
+            await asyncio.sleep(min(float(self._rng.exponential(1 / self._rates_per_s[act.name])), left_s))
             if self._now_s() < end_s:
-                prompt = self._rng.integers(FIRST_TOKEN_ID, LAST_TOKEN_ID, act.prompt_tokens).tolist()
-                self._start(self._ask(act.name, prompt, act.answer_tokens))
+                self._start(self._ask(act.name, self._prompt(act), act.answer_tokens))
 
     async def _probe(self) -> None:
-        while True:
+        while not self._is_over:
             await self._ask("probe", PROBE, PROBE_TOKENS)
             await asyncio.sleep(1.0)
 
@@ -185,12 +207,12 @@ class LiveDemo:
             state: dict[str, Any] = await response.json()
             return state
 
-    def _start(self, work: Any) -> "asyncio.Task[None]":
-        task: asyncio.Task[None] = asyncio.create_task(work)
+    def _start(self, work: Coroutine[Any, Any, Asked]) -> "asyncio.Task[Asked]":
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         return task
 
-    async def _ask(self, kind: str, prompt: str | list[int], max_tokens: int) -> None:
+    async def _ask(self, kind: str, prompt: str | list[int], max_tokens: int) -> Asked:
         asked = Asked(kind, self._now_s())
         self.story.asked.append(asked)
         body = {
@@ -206,7 +228,7 @@ class LiveDemo:
             async with self._session.post(f"{self._server.url}/v1/completions", json=body) as response:
                 if response.status != 200:
                     asked.error = f"HTTP {response.status}"
-                    return
+                    return asked
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         self._take(asked, json.loads(line[6:]))
@@ -216,6 +238,7 @@ class LiveDemo:
             asked.error = type(error).__name__
         if asked.end_s is None and asked.error is None:
             asked.error = "the stream broke off"
+        return asked
 
     def _take(self, asked: Asked, event: dict[str, Any]) -> None:
         if "error" in event:
