@@ -17,7 +17,7 @@ from tests.serve.shown_pool import TOKEN, ShownPool  # noqa: E402
 
 HISTORY_MS = 45_000
 """Of traffic, so that the charts show something."""
-NUM_COLOURS = 64
+NUM_COLOURS = 255
 
 
 def open_page(chromium: Browser, shown: ShownPool, viewport: dict[str, int], scheme: str) -> Page:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 from playwright.sync_api import expect
-from tests.serve.browser import DESKTOP, PHONE, browser
+from tests.serve.browser import DESKTOP, PHONE, browser, chromium_path
 from tests.serve.live_builders import prompt
 from tests.serve.shown_pool import TOKEN, ShownPool
 
@@ -181,3 +181,9 @@ def test_without_the_token_the_page_says_what_to_do(chromium, shown):
     expect(page.locator("#connection")).to_contain_text("token", timeout=WAIT_MS)
     assert page.locator("#log li").count() == 0
     context.close()
+
+
+def test_where_there_is_no_browser_the_tests_say_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(AssertionError, match="apt-get install chromium"):
+        chromium_path()

@@ -273,7 +273,7 @@ function choose(decision, button) {
   for (const [name, value] of Object.entries(facts)) {
     list.append(element("dt", "", spoken(name)), element("dd", "", shown(value)));
   }
-  byId("detail-body").replaceChildren(...(candidates ? [tableOf(candidates, decision.worker_id)] : []), list);
+  byId("detail-body").replaceChildren(...(candidates ? tableOf(candidates, decision.worker_id) : []), list);
   byId("detail-body").scrollTop = 0;
 }
 
@@ -301,8 +301,10 @@ function tableOf(candidates, chosen) {
     if (worker === chosen) made.firstChild.setAttribute("aria-label", `worker ${worker}, chosen`);
     return made;
   });
-  const caption = element("caption", "note", "J and its terms for every candidate, seconds; the least J wins. E(R, P): predicted service.");
-  return element("div", "table", element("table", "", caption, element("thead", "", head), element("tbody", "", ...rows)));
+  const table = element("table", "", element("thead", "", head), element("tbody", "", ...rows));
+  table.setAttribute("aria-label", "J and its terms for every candidate");
+  const note = element("p", "note", "J and its terms for every candidate, seconds; the least J wins. E(R, P): predicted service.");
+  return [note, element("div", "table", table)];
 }
 
 byId("filter").addEventListener("change", showLog);
