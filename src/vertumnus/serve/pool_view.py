@@ -170,7 +170,7 @@ class PoolView:
         controller, window, proposal = plane.controller, plane.last_window, plane.last_proposal
         is_some = window is not None and window.num_requests > 0
         return {
-            "name": None if controller is None else type(controller).__name__,
+            "name": None if controller is None else type(controller).__name__.removesuffix("Controller").lower(),
             "is_paused": plane.is_controller_paused,
             "window_s": plane.settings.window_s,
             "demand_s_per_s": None if window is None else window.demand_s_per_s,

@@ -32,6 +32,7 @@ from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.errors import ConfigError, VertumnusError
 from vertumnus.serve.calibration import Calibration, calibrate
 from vertumnus.serve.config import ServeConfig
+from vertumnus.serve.dashboard import FOLDER as DASHBOARD
 from vertumnus.serve.http import HttpConfig, Tokeniser, create_app, serve_http, stop_on_signals
 from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.live_pool import LivePool
@@ -76,11 +77,13 @@ class Router:
         except BaseException:
             await ranks.close()
             raise
+        backend = LiveBackend(pool, self._watch, kappa=self._kappa)
         stop = asyncio.Event()
         started = asyncio.Event()
         watching = asyncio.ensure_future(_supervisor_gone(stop))
         try:
-            app = create_app(LiveBackend(pool, self._watch, kappa=self._kappa), tokeniser, self._http_config())
+            backend.start()
+            app = create_app(backend, tokeniser, self._http_config())
             sockets = [socket.socket(fileno=self._spec.http_fd)]
             with stop_on_signals(stop):
                 serving = asyncio.ensure_future(serve_http(app, sockets, self._http_config(), stop, started=started))
@@ -93,6 +96,7 @@ class Router:
                 await serving
         finally:
             watching.cancel()
+            backend.close()
             failure = pool.failure
             await pool.close()
             tokeniser.close()
@@ -232,6 +236,7 @@ class Router:
             stop_token_ids=frozenset(self._model.stop_token_ids),
             api_keys=config.api_keys,
             control_token=self._spec.control_token,
+            dashboard_folder=DASHBOARD,
             has_public_metrics=config.public_metrics,
             max_body_bytes=None if config.max_body_mib is None else config.max_body_mib << 20,
             max_connections=config.max_connections,
