@@ -1,5 +1,7 @@
 """Attention of a step over any group equals plain causal attention over the whole sequence."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,8 @@ from tests.engine.thread_group import on_every_rank
 from torch import Tensor
 
 from vertumnus.engine.collectives import GroupLink
-from vertumnus.engine.cp_attention import CpAttention, DecodeAttention
+from vertumnus.engine.cp_attention import CpAttention
+from vertumnus.engine.decode_attention import DecodeAttention
 from vertumnus.engine.kernels import CpuFlash
 from vertumnus.engine.kv_store import KvStore
 from vertumnus.engine.stages import Stages
@@ -143,3 +146,24 @@ def check_step(step: Step, heads: tuple[int, int], seed: int) -> None:
         assert not rows
     num_written = sum(request.num_tokens for request in step.requests)
     assert sum(int((~store.blocks.isnan()).any(-1).any(-1).any(-1)[:, 0].sum()) for store in stores) == num_written
+
+
+@given(
+    prefixes=st.lists(st.integers(0, 20), min_size=1, max_size=8),
+    heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_requests_that_decode_together_read_their_own_keys_only(prefixes, heads, seed):
+    """Whatever their lengths; what nobody has written, in the last block and elsewhere, is not a number."""
+    free = iter(random.Random(seed).sample(range(NUM_SLOTS), NUM_SLOTS))
+    requests = [
+        StepRequest(
+            request_id=number,
+            token_ids=[0],
+            num_prefix_tokens=num_prefix,
+            blocks=[(0, next(free)) for _ in range(num_prefix // BLOCK_TOKENS + 1)],
+        )
+        for number, num_prefix in enumerate(prefixes)
+    ]
+    check_step(Step(step_id=1, first_rank=0, degree=1, epoch=0, requests=requests), heads, seed)

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from tests.engine.pools import DIE, FILL, MEET, RAISE, STOP, gone, open_pool, run, told
+from tests.engine.pools import DIE, FILL, MEET, RAISE, STOP, begun, gone, open_pool, run, told
 
 from vertumnus.engine.errors import CopyFailed, PoolError, RankError, RankLost
 from vertumnus.engine.geometry import groups_with
@@ -178,6 +179,76 @@ def test_a_source_killed_before_or_during_a_copy_leaves_the_destination_alive(is
             with pytest.raises(CopyFailed):
                 await pool.pull(1, lease, range(16), is_tcp=is_tcp)
             await _goes_on(pool, {0}, 1, pids)
+
+    run(test)
+
+
+async def _until(*paths: Path) -> None:
+    while not all(path.exists() for path in paths):
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("is_tcp", [False, True])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_killed_in_the_middle_of_a_copy_leaves_the_other_with_whole_blocks_or_none(tmp_path, lost, is_tcp):
+    """Rank 0 gives and rank 1 takes; over the network rank 0 holds what it sends, else rank 1 what it reads."""
+
+    async def test():
+        gate = tmp_path / "gate"
+        options = {"gate": str(gate), "copy_rank": 0 if is_tcp else 1}
+        async with open_pool(2, source="tests.engine.held:load", options=options) as pool:
+            pids = pool.roster.pids
+            await pool.activate(1, {0: 1, 1: 1})
+            labels = [bytes([n]) * 16 for n in range(4)]
+            blocks = [(0, slot) for slot in range(4)]
+            await pool.step(told(FILL, 7, group=(0, 1), epoch=1, blocks=blocks, labels=labels))
+            copy = asyncio.create_task(pool.copy_blocks(0, range(4), 1, range(4), is_tcp=is_tcp))
+            await _until(begun(str(gate)))
+            pool.kill(lost)
+            assert isinstance(await pool.events.get(), RankGone)
+            gate.touch()
+            if lost == 1:
+                with pytest.raises(RankLost, match="rank 1"):
+                    await copy
+                assert (await pool.status(0)).num_leases == 0
+                assert len(await pool.labels(0)) == 4
+            elif is_tcp:
+                with pytest.raises(CopyFailed, match="rank 0"):
+                    await copy
+                assert await pool.labels(1) == []
+            else:  # what is mapped outlives its owner
+                found = await copy
+                assert isinstance(found, Pulled)
+                assert all(found.is_installed)
+                assert len(await pool.labels(1)) == 4
+            pool.events.put_nowait(RankGone(lost, "seen"))
+            await _goes_on(pool, {lost}, 2, pids)
+
+    run(test)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_rank_killed_while_its_group_agrees_to_a_switch_fails_it_and_nobody_has_taken_it_up(tmp_path, lost):
+    """Rank 0 holds before the exchange in which the others wait for it."""
+
+    async def test():
+        gate = tmp_path / "gate"
+        options = {"gate": str(gate), "is_switching": True}
+        async with open_pool(4, source="tests.engine.held:load", options=options) as pool:
+            pids = pool.roster.pids
+            await pool.activate(1, {0: 1, 1: 1, 2: 1, 3: 1})
+            switch = asyncio.create_task(pool.activate(2, {0: 4}))
+            await _until(*(begun(f"{gate}.{rank}") for rank in range(4)))
+            pool.kill(lost)
+            assert isinstance(await pool.events.get(), RankGone)
+            gate.touch()
+            with pytest.raises(RankLost, match=f"rank {lost}"):
+                await switch
+            await pool.whole()
+            for rank in range(4):
+                assert (await pool.status(rank)).epoch == (0 if rank == lost else 1)
+            pool.events.put_nowait(RankGone(lost, "seen"))
+            await _goes_on(pool, {lost}, 3, pids)
 
     run(test)
 

@@ -16,9 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from vertumnus.core.cost import attention_pairs
-from vertumnus.engine.kv_memory import bytes_in
 from vertumnus.engine.messages import Refusal
-from vertumnus.engine.model_config import Dtype, ModelConfig
 from vertumnus.engine.pool import RankPool
 from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.engine.step import Address, PrefixPath, Sampling, Step, StepOutput, StepRequest
@@ -160,12 +158,11 @@ def run_large(
     num_rounds: int = 3,
     with_transformers: bool = False,
 ) -> list[dict[str, Any]]:
-    """`run` and `run_memory` on a random model of two layers shaped like `source`'s, with prompts that the real one
-    cannot hold."""
+    """`run` on a random model of two layers shaped like `source`'s, with prompts that the real one cannot hold."""
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_two_layer_model(source, folder, max(prompts) + 1)
-        results = run(
+        return run(
             folder,
             dtype=dtype,
             prompts=prompts,
@@ -173,16 +170,15 @@ def run_large(
             name=f"two random layers like {source.name}",
             with_transformers=with_transformers,
         )
-        return results + run_memory(folder, dtype=dtype)
 
 
 async def _measure(
     folder: Path, dtype: str, cells: Sequence[Cell], longest: int, num_rounds: int
 ) -> dict[Cell, list[list[StepOutput]]]:
-    pool = await _start(folder, dtype, num_ranks=2, num_slots=longest // BLOCK_TOKENS + 1)
+    pool = await start_pool(folder, dtype, num_ranks=2, num_slots=longest // BLOCK_TOKENS + 1)
     found: dict[Cell, list[list[StepOutput]]] = {cell: [] for cell in cells}
     try:
-        driver = _Driver(pool)
+        driver = Driver(pool)
         for cell in cells[:4]:
             await driver.prefill(cell)  # warms caches and allocators
         for _ in range(num_rounds):
@@ -200,20 +196,20 @@ async def _measure_decode(
     folder: Path, dtype: str, num_streams: Sequence[int], num_steps: int
 ) -> dict[int, list[float]]:
     blocks_per_stream = -(-(DECODE_CONTEXT_TOKENS + num_steps + 1) // BLOCK_TOKENS)
-    pool = await _start(folder, dtype, num_ranks=1, num_slots=max(num_streams) * blocks_per_stream)
+    pool = await start_pool(folder, dtype, num_ranks=1, num_slots=max(num_streams) * blocks_per_stream)
     found: dict[int, list[float]] = {streams: [] for streams in num_streams}
     try:
-        driver = _Driver(pool)
+        driver = Driver(pool)
         tables = {
             stream: [(0, stream * blocks_per_stream + block) for block in range(blocks_per_stream)]
             for stream in range(max(num_streams))
         }
         for stream, table in tables.items():
-            await driver.step(1, [_request(stream, DECODE_CONTEXT_TOKENS, 0, table)])
+            await driver.step(1, [request_for(stream, DECODE_CONTEXT_TOKENS, 0, table)])
         for number in range(num_steps):
             num_tokens = DECODE_CONTEXT_TOKENS + number + 1
             for streams in num_streams:
-                batch = [_request(stream, num_tokens, num_tokens - 1, tables[stream]) for stream in range(streams)]
+                batch = [request_for(stream, num_tokens, num_tokens - 1, tables[stream]) for stream in range(streams)]
                 outputs = await driver.step(1, batch)
                 found[streams].append(outputs[0].timings.total_s)
     finally:
@@ -221,62 +217,7 @@ async def _measure_decode(
     return found
 
 
-def run_memory(
-    folder: Path, *, dtype: str = "float32", cells: Sequence[tuple[int, int]] = ((8192, 0), (16384, 0), (4096, 12288))
-) -> list[dict[str, Any]]:
-    """Entries `new_tokens, prefix_tokens, degree, peak_bytes, formula_bytes`: what a rank's process takes in a step,
-    beside the pages of the KV that it touches for the first time, and what `engine.step_memory` says."""
-    return asyncio.run(_measure_memory(folder, dtype, cells))
-
-
-async def _measure_memory(folder: Path, dtype: str, cells: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    from vertumnus.engine.step_memory import step_bytes
-
-    config = ModelConfig.from_folder(folder)
-    entries: list[dict[str, Any]] = []
-    for num_new, num_prefix in cells:
-        for degree in (1, 2):
-            blocks = _laid(num_prefix, num_new, degree)
-            pool = await _start(folder, dtype, num_ranks=2, num_slots=len(blocks))
-            try:
-                driver = _Driver(pool)
-                await driver.step(degree, [_request(0, 64, 0, blocks)])
-                if num_prefix:
-                    await driver.step(degree, [_request(0, num_prefix, 0, blocks, has_logits=False)])
-                pid = pool.roster.pids[0]
-                before_bytes = _reset_peak(pid)
-                await driver.step(degree, [_request(0, num_new + num_prefix, num_prefix, blocks, has_logits=False)])
-                written = config.kv_bytes_per_token(Dtype(dtype)) * num_new // degree
-                entries.append(
-                    {
-                        "new_tokens": num_new,
-                        "prefix_tokens": num_prefix,
-                        "degree": degree,
-                        "peak_bytes": _status_bytes(pid, "VmHWM") - before_bytes - written,
-                        "formula_bytes": step_bytes(config, Dtype(dtype), num_new, num_prefix, degree),
-                    }
-                )
-            finally:
-                await pool.close()
-    for entry in entries:
-        entry["over_formula"] = entry["peak_bytes"] / entry["formula_bytes"]
-    return entries
-
-
-def _reset_peak(pid: int) -> int:
-    """The process's resident bytes, from which its peak counts from now on."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
-    return _status_bytes(pid, "VmRSS")
-
-
-def _status_bytes(pid: int, field: str) -> int:
-    found = bytes_in(Path(f"/proc/{pid}/status"), field)
-    if found is None:
-        raise VertumnusError(f"the system does not tell {field} of a process")
-    return found
-
-
-async def _start(folder: Path, dtype: str, *, num_ranks: int, num_slots: int) -> RankPool:
+async def start_pool(folder: Path, dtype: str, *, num_ranks: int, num_slots: int) -> RankPool:
     options = {"folder": str(folder), "dtype": dtype, "block_tokens": BLOCK_TOKENS}
     return await RankPool.start(
         PoolConfig(
@@ -289,7 +230,7 @@ async def _start(folder: Path, dtype: str, *, num_ranks: int, num_slots: int) ->
     )
 
 
-class _Driver:
+class Driver:
     """Activates whatever degree a cell asks for and runs its step."""
 
     def __init__(self, pool: RankPool) -> None:
@@ -301,8 +242,8 @@ class _Driver:
     async def prefill(self, cell: Cell) -> list[StepOutput]:
         """The outputs of the step that computes what is not cached. What the prefix's blocks hold, the last that was
         written there, makes no difference to the time."""
-        blocks = _laid(cell.prefix_tokens, cell.prompt_tokens - cell.prefix_tokens, cell.degree)
-        request = _request(0, cell.prompt_tokens, cell.prefix_tokens, blocks, path=cell.path)
+        blocks = laid(cell.prefix_tokens, cell.prompt_tokens - cell.prefix_tokens, cell.degree)
+        request = request_for(0, cell.prompt_tokens, cell.prefix_tokens, blocks, path=cell.path)
         return await self.step(cell.degree, [request])
 
     async def step(self, degree: int, requests: Sequence[StepRequest]) -> list[StepOutput]:
@@ -316,7 +257,7 @@ class _Driver:
         return _accepted(await self._pool.step(step))
 
 
-def _laid(num_prefix: int, num_new: int, degree: int) -> list[Address]:
+def laid(num_prefix: int, num_new: int, degree: int) -> list[Address]:
     """Blocks of a prefix and of what follows it, each in even runs over the ranks, as a pool lays them."""
     num_cached = -(-num_prefix // BLOCK_TOKENS)
     num_blocks = -(-(num_prefix + num_new) // BLOCK_TOKENS)
@@ -331,7 +272,7 @@ def _accepted(answer: Answer | Refusal) -> Answer:
     return answer
 
 
-def _request(
+def request_for(
     request_id: int,
     num_tokens: int,
     num_prefix: int,
@@ -393,7 +334,7 @@ def _transformers(folder: Path, dtype: str, prompts: Sequence[int], num_rounds: 
     found: dict[int, list[float]] = {}
     with torch.inference_mode():
         for prompt_tokens in prompts:
-            token_ids = torch.tensor([_request(0, prompt_tokens, 0, []).token_ids])
+            token_ids = torch.tensor([request_for(0, prompt_tokens, 0, []).token_ids])
             found[prompt_tokens] = []
             for _ in range(num_rounds):
                 start_s = time.perf_counter()

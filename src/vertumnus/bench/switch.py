@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from vertumnus.engine.errors import RankLost
 from vertumnus.engine.kv_memory import bytes_in
-from vertumnus.engine.messages import Refusal
+from vertumnus.engine.messages import Message, Refusal, RunStep
 from vertumnus.engine.pool import RankBack, RankPool
 from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.engine.step import Step, StepOutput, StepRequest
@@ -96,24 +95,28 @@ async def _switches(pool: RankPool, draw: np.random.Generator, num_switches: int
 
 
 async def _losses(pool: RankPool, draw: np.random.Generator) -> dict[str, Any]:
-    """Kills a member of the largest group while the others wait for it, again and again."""
+    """Kills a member of the largest group while the others wait for it, again and again. Its neighbours in the
+    exchange notice by themselves, those further away when the pool tells them."""
     num_ranks = pool.config.num_ranks
     degree = max(degree for degree in (1, 2, 4, 8) if degree <= num_ranks)
-    errors_s, recoveries_s = [], []
+    neighbours_s: list[float] = []
+    others_s: list[float] = []
+    recoveries_s: list[float] = []
     epoch = 10_000_000
     for _ in range(NUM_LOSSES):
         epoch += 1
         await pool.activate(epoch, {0: degree})
-        pid = pool.roster.pids[int(draw.integers(degree))]
-        os.kill(pid, signal.SIGSTOP)  # so that the others are in the middle of the step when it dies
-        step = asyncio.create_task(_step(pool, (0, degree), epoch))
-        await pool.status(next(rank for rank, other in pool.roster.pids.items() if other != pid))
+        victim = int(draw.integers(degree))
+        os.kill(pool.roster.pids[victim], signal.SIGSTOP)  # so that the others are in the middle of the step
+        answers = _ask_each(pool, degree, epoch)
+        await pool.status((victim + 1) % degree)
         start_s = time.perf_counter()
-        os.kill(pid, signal.SIGKILL)
-        try:
-            await step
-        except RankLost:
-            errors_s.append(time.perf_counter() - start_s)
+        pool.kill(victim)
+        for rank, answer in answers.items():
+            failed_s = await answer - start_s
+            if rank != victim:
+                is_neighbour = (rank - victim) % degree in (1, degree - 1)
+                (neighbours_s if is_neighbour else others_s).append(failed_s)
         while not isinstance(await pool.events.get(), RankBack):
             pass
         await pool.whole()
@@ -122,17 +125,39 @@ async def _losses(pool: RankPool, draw: np.random.Generator) -> dict[str, Any]:
         "kind": "loss",
         "ranks": degree,
         "num": NUM_LOSSES,
-        "all_peers_failed_p50_s": float(np.median(errors_s)),
-        "all_peers_failed_max_s": max(errors_s),
+        "neighbours_failed_p50_s": float(np.median(neighbours_s)),
+        "neighbours_failed_max_s": max(neighbours_s),
+        "others_failed_p50_s": float(np.median(others_s)) if others_s else None,
+        "others_failed_max_s": max(others_s, default=None),
         "recovered_p50_s": float(np.median(recoveries_s)),
         "recovered_max_s": max(recoveries_s),
     }
 
 
+def _ask_each(pool: RankPool, degree: int, epoch: int) -> dict[int, asyncio.Task[float]]:
+    """Asks the members one by one, as a pool does; when each has answered, or its connection has ended."""
+
+    async def answered_s(asked: asyncio.Future[Message]) -> float:
+        await asyncio.wait([asked])
+        return time.perf_counter()
+
+    message = RunStep(step=_one_token((0, degree), epoch))
+    tasks = {}
+    for rank in range(degree):
+        peer = pool.roster.peer(rank)
+        assert peer is not None
+        tasks[rank] = asyncio.create_task(answered_s(peer.ask(message)))
+    return tasks
+
+
 async def _step(pool: RankPool, group: tuple[int, int], epoch: int) -> list[StepOutput] | Refusal:
+    return await pool.step(_one_token(group, epoch))
+
+
+def _one_token(group: tuple[int, int], epoch: int) -> Step:
     first_rank, degree = group
     request = StepRequest(request_id=1, token_ids=[1], num_prefix_tokens=0, blocks=[(first_rank, 0)])
-    return await pool.step(Step(step_id=epoch, first_rank=first_rank, degree=degree, epoch=epoch, requests=[request]))
+    return Step(step_id=epoch, first_rank=first_rank, degree=degree, epoch=epoch, requests=[request])
 
 
 def _geometry(draw: np.random.Generator, num_ranks: int) -> Geometry:

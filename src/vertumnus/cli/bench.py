@@ -62,9 +62,12 @@ def sim(trace: str | None, large: bool, seed: int, as_json: bool) -> None:
 )
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Runs of every cell.")
 @click.option("--large", is_flag=True, help="Instead: 16K and 32K tokens through two random layers of its shape.")
+@click.option("--memory", is_flag=True, help="Instead: what a step takes of memory, against the formula of the docs.")
 @click.option("--transformers", "with_transformers", is_flag=True, help="Also transformers' own model, same prompts.")
 @json_option
-def engine(model: str, dtype: str, rounds: int, large: bool, with_transformers: bool, as_json: bool) -> None:
+def engine(
+    model: str, dtype: str, rounds: int, large: bool, memory: bool, with_transformers: bool, as_json: bool
+) -> None:
     """Prefill of the folder MODEL by prompt length, cached prefix and degree, and decode; one thread a rank.
 
     \b
@@ -77,6 +80,11 @@ def engine(model: str, dtype: str, rounds: int, large: bool, with_transformers: 
 
     folder = Path(model)
     note("starting ranks and timing; some minutes")
+    if memory:
+        from vertumnus.bench.step_memory import run as run_memory
+
+        _show(f"engine {folder.name} --dtype {dtype}", run_memory(folder, dtype=dtype), as_json, memory=True)
+        return
     if large:
         results = run_large(folder, dtype=dtype, num_rounds=rounds, with_transformers=with_transformers)
     else:

@@ -4,6 +4,7 @@ A `GroupLink` is one rank's end of one group. Every member calls the same method
 same shapes; each returns at once with a `Pending` whose `wait` gives the result, so that work goes on in between.
 """
 
+import contextlib
 from typing import Any, Protocol
 
 import torch
@@ -46,7 +47,7 @@ class GroupLink:
         sent = self._outgoing(tensor)
         received = torch.empty((self.degree, *tensor.shape), dtype=sent.dtype, device=sent.device)
         return self._start(
-            lambda: self._group._allgather_base(received.view(-1), sent.view(-1)), received, sent, tensor.device
+            lambda group: group._allgather_base(received.view(-1), sent.view(-1)), received, sent, tensor.device
         )
 
     def all_to_all(self, tensor: Tensor) -> Pending:
@@ -55,7 +56,15 @@ class GroupLink:
             return _Here(tensor)
         sent = self._outgoing(tensor)
         received = torch.empty_like(sent)
-        return self._start(lambda: self._group.alltoall_base(received, sent, [], []), received, sent, tensor.device)
+        return self._start(lambda group: group.alltoall_base(received, sent, [], []), received, sent, tensor.device)
+
+    def give_up(self) -> None:
+        """Ends every wait on this link, in whichever thread, with GroupBroken; and closes its connections, so that the
+        other members notice. Nothing can be sent any more."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):  # it may be broken already
+                group.abort()
 
     def _outgoing(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
@@ -63,8 +72,11 @@ class GroupLink:
 
     def _start(self, send: Any, received: Tensor, sent: Tensor, device: torch.device) -> Pending:
         self.received_bytes += received.nbytes * (self.degree - 1) // self.degree
+        group = self._group
+        if group is None:
+            raise GroupBroken("the group was given up")
         try:
-            work = send()
+            work = send(group)
         except RuntimeError as error:
             raise GroupBroken(str(error)) from error
         return _Exchange(work, received, sent, device)
@@ -95,5 +107,6 @@ class _Exchange:
         try:
             self._work.wait()
         except RuntimeError as error:
+            self._work = None  # it would keep the connections open for as long as somebody looks at the error
             raise GroupBroken(str(error)) from error
         return self._received.to(self._device)

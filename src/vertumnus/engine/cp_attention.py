@@ -194,38 +194,6 @@ class CpAttention:
         return merged
 
 
-class DecodeAttention:
-    """Attention of a step in which every request has one new token and all of its blocks are on this rank."""
-
-    def __init__(self, plan: StepPlan, store: KvStore, kernel: AttentionKernel, stages: Stages, scale: float) -> None:
-        self._plan = plan
-        self._store = store
-        self._kernel = kernel
-        self._stages = stages
-        self._scale = scale
-        tables = [[slot for _, slot in planned.request.blocks] for planned in plan.requests]
-        slots = [slot for table in tables for slot in table]
-        self._slots = torch.tensor(slots, dtype=torch.int64, device=store.device)
-        self._spans: list[tuple[int, int]] = []
-        start = 0
-        for planned, table in zip(plan.requests, tables, strict=True):
-            self._spans.append((start, start + planned.request.num_tokens))
-            start += len(table) * store.block_tokens
-
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """As `CpAttention.attend`: the new keys are stored first, then each row reads all of its own."""
-        plan, store = self._plan, self._store
-        with self._stages.measure("gather"):
-            store.write(layer, plan.written_slots, plan.written_offsets, torch.stack((k_TKD, v_TKD), 1))
-            kv_S2KD = store.read(layer, self._slots).flatten(0, 1)
-        with self._stages.measure("attention"):
-            out_THD = torch.empty_like(q_THD)
-            for row, (start, end) in enumerate(self._spans):
-                k, v = kv_S2KD[start:end, 0], kv_S2KD[start:end, 1]
-                out_THD[row] = self._kernel.attend(q_THD[row : row + 1], k, v, is_causal=False, scale=self._scale).out
-            return out_THD
-
-
 def _padded(rows: Tensor, num_rows: int) -> Tensor:
     """The rows, followed by as many more as make `num_rows`; what those hold is never read."""
     if rows.shape[0] == num_rows:

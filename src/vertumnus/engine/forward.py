@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vertumnus.engine.linear import linear
 from vertumnus.engine.model_config import ModelConfig
 from vertumnus.engine.rope import RotaryTable, apply_rotary
 from vertumnus.engine.stages import Stages
@@ -51,7 +52,7 @@ class Model:
 
     def logits(self, x_TE: Tensor) -> Tensor:
         """[T, V], float32."""
-        return functional.linear(self._norm(x_TE, self.weights.final_norm), self.weights.lm_head).float()
+        return linear(self._norm(x_TE, self.weights.final_norm), self.weights.lm_head).float()
 
     def _attend(
         self,
@@ -68,7 +69,11 @@ class Model:
             q_THD, k_TKD, v_TKD = self._project(x_TE, weights, cos, sin)
         attended_THD = attention.attend(layer, q_THD, k_TKD, v_TKD)
         with stages.measure("projection"):
-            return torch.addmm(x_TE, attended_THD.flatten(1), weights.o_proj.t())
+            out_TE = torch.empty_like(x_TE)
+            for start in range(0, x_TE.shape[0], ROWS_AT_ONCE):
+                rows = slice(start, start + ROWS_AT_ONCE)
+                torch.add(x_TE[rows], linear(attended_THD[rows].flatten(1), weights.o_proj), out=out_TE[rows])
+            return out_TE
 
     def _project(self, x_TE: Tensor, weights: LayerWeights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
@@ -79,9 +84,9 @@ class Model:
         for start in range(0, num_rows, ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
             normed_ME = self._norm(x_TE[rows], weights.input_norm)
-            torch.mm(normed_ME, weights.q_proj.t(), out=q_THD[rows].flatten(1))
-            torch.mm(normed_ME, weights.k_proj.t(), out=k_TKD[rows].flatten(1))
-            torch.mm(normed_ME, weights.v_proj.t(), out=v_TKD[rows].flatten(1))
+            q_THD[rows].flatten(1).copy_(linear(normed_ME, weights.q_proj))
+            k_TKD[rows].flatten(1).copy_(linear(normed_ME, weights.k_proj))
+            v_TKD[rows].flatten(1).copy_(linear(normed_ME, weights.v_proj))
         if weights.q_norm is not None and weights.k_norm is not None:
             q_THD, k_TKD = self._norm(q_THD, weights.q_norm), self._norm(k_TKD, weights.k_norm)
         return apply_rotary(q_THD, cos, sin), apply_rotary(k_TKD, cos, sin), v_TKD
@@ -94,15 +99,15 @@ class Model:
 
     @staticmethod
     def _dense(x_TE: Tensor, mlp: DenseMlp) -> Tensor:
-        gated = functional.silu(functional.linear(x_TE, mlp.gate), inplace=True)
-        return functional.linear(gated.mul_(functional.linear(x_TE, mlp.up)), mlp.down)
+        gated = functional.silu(linear(x_TE, mlp.gate), inplace=True)
+        return linear(gated.mul_(linear(x_TE, mlp.up)), mlp.down)
 
     def _moe(self, x_TE: Tensor, mlp: MoeMlp) -> Tensor:
         """Each row through its few best experts, weighted by the router's probabilities. An expert's rows go
         through it together."""
         experts = self.config.experts
         assert experts is not None
-        probabilities = torch.softmax(functional.linear(x_TE, mlp.router), -1, dtype=torch.float32)
+        probabilities = torch.softmax(linear(x_TE, mlp.router), -1, dtype=torch.float32)
         shares, chosen = probabilities.topk(experts.num_experts_per_token, -1)
         if experts.has_normalised_weights:
             shares /= shares.sum(-1, keepdim=True)
@@ -110,7 +115,7 @@ class Model:
         out_TE = torch.zeros_like(x_TE)
         for expert in torch.unique(chosen).tolist():
             rows, place = torch.where(chosen == expert)
-            gate, up = functional.linear(x_TE[rows], mlp.gate_up[expert]).chunk(2, -1)
+            gate, up = linear(x_TE[rows], mlp.gate_up[expert]).chunk(2, -1)
             gated = functional.silu(gate).mul_(up)
-            out_TE.index_add_(0, rows, functional.linear(gated, mlp.down[expert]).mul_(shares[rows, place, None]))
+            out_TE.index_add_(0, rows, linear(gated, mlp.down[expert]).mul_(shares[rows, place, None]))
         return out_TE

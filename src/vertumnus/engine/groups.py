@@ -60,7 +60,6 @@ class Groups:
         self._is_staged = is_staged
         self._lock = threading.Lock()
         self._links: dict[GroupKey, GroupLink] = {}
-        self._process_groups: dict[GroupKey, Any] = {}
         self._forming: dict[GroupKey, Future[None]] = {}
 
     @property
@@ -106,7 +105,7 @@ class Groups:
             yield GroupLink(0, 1)
             return
         with self._lock:
-            link, process_group = self._links.get(key), self._process_groups.get(key)
+            link = self._links.get(key)
         if link is None:
             raise GroupBroken(f"the group {key} was given up")
         try:
@@ -114,8 +113,8 @@ class Groups:
         except BaseException:
             with self._lock:
                 if self._links.get(key) is link:
-                    del self._links[key], self._process_groups[key]
-            _abort(process_group)
+                    del self._links[key]
+            link.give_up()
             raise
 
     def abort(self, keys: Iterable[GroupKey]) -> None:
@@ -127,10 +126,9 @@ class Groups:
         self._stop_forming(forming)
         for key in keys:
             with self._lock:
-                self._links.pop(key, None)
-                process_group = self._process_groups.pop(key, None)
-            if process_group is not None:
-                _abort(process_group)
+                link = self._links.pop(key, None)
+            if link is not None:
+                link.give_up()
 
     def abort_all(self) -> None:
         """Gives up every group, those that are being formed included."""
@@ -148,7 +146,7 @@ class Groups:
 
     def _connect(self, generation: int, key: GroupKey, outcome: Future[None]) -> None:
         try:
-            link, process_group = self._formed(generation, key)
+            link = self._formed(generation, key)
         except Exception as error:  # raised by `form`
             with contextlib.suppress(InvalidStateError):
                 outcome.set_exception(error)
@@ -158,12 +156,11 @@ class Groups:
             if is_wanted:
                 del self._forming[key]
                 self._links[key] = link
-                self._process_groups[key] = process_group
                 outcome.set_result(None)
         if not is_wanted:
-            _abort(process_group)
+            link.give_up()
 
-    def _formed(self, generation: int, key: GroupKey) -> tuple[GroupLink, Any]:
+    def _formed(self, generation: int, key: GroupKey) -> GroupLink:
         name = f"{generation}/{key}/"
         store = PrefixStore(name, self._store)
         index = self._rank - key.first_rank
@@ -175,7 +172,7 @@ class Groups:
                 process_group._set_default_timeout(self._exchange_timeout)
         except RuntimeError as error:
             raise GroupBroken(f"the group {key} did not form under generation {generation}: {error}") from error
-        return link, process_group
+        return link
 
     def _process_group(self, store: Store, index: int, degree: int) -> Any:
         if self._has_own_gpu:
@@ -190,8 +187,3 @@ class Groups:
         options._threads = 1
         store.set_timeout(self._connect_timeout)
         return gloo(store, index, degree, options)
-
-
-def _abort(process_group: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # it may be broken already
-        process_group.abort()

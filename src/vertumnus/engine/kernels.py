@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _LONG_ROWS = 256
 """From so many queries on, keys and queries are read so often that laying them out head by head pays."""
@@ -28,6 +29,12 @@ class AttentionKernel(Protocol):
         """Attention of T queries over S >= 1 keys; if causal, T equals S and query i sees the keys 0..i."""
         ...
 
+    def attend_each(
+        self, q_NHD: Tensor, k_NSKD: Tensor, v_NSKD: Tensor, mask_NS: Tensor | None, *, scale: float
+    ) -> Tensor:
+        """Attention of N queries, each over keys of its own: out [N, H, D]. The mask is added to the scores."""
+        ...
+
 
 class CpuFlash:
     """PyTorch's flash attention for CPUs (float32, bfloat16, float16); memory grows linearly with T and S."""
@@ -35,14 +42,24 @@ class CpuFlash:
     def attend(self, q_THD: Tensor, k_SKD: Tensor, v_SKD: Tensor, *, is_causal: bool, scale: float) -> Partial:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         q, k, v = _heads_first(q_THD), _heads_first(k_SKD), _heads_first(v_SKD)
-        if q_THD.shape[0] == 1:
-            # The heads that share a key head stand as one run of queries, so that each key is read once for all.
+        if q_THD.shape[0] == 1:  # as in `attend_each`
             out, lse = flash(q_THD.view(1, k_SKD.shape[1], -1, q_THD.shape[2]), k, v, 0.0, False, scale=scale)
             return Partial(out.reshape(q_THD.shape), lse.reshape(1, -1))
         if q_THD.shape[0] >= _LONG_ROWS:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = flash(q, k, v, 0.0, is_causal, scale=scale)
         return Partial(out[0].transpose(0, 1), lse[0].transpose(0, 1))
+
+    def attend_each(
+        self, q_NHD: Tensor, k_NSKD: Tensor, v_NSKD: Tensor, mask_NS: Tensor | None, *, scale: float
+    ) -> Tensor:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        mask = None if mask_NS is None else mask_NS[:, None, None]
+        # The heads that share a key head stand as one run of queries, so that each key is read once for all.
+        q = q_NHD.view(q_NHD.shape[0], k_NSKD.shape[2], -1, q_NHD.shape[2])
+        out, _ = flash(q, k_NSKD.transpose(1, 2), v_NSKD.transpose(1, 2), 0.0, False, attn_mask=mask, scale=scale)
+        each: Tensor = out.reshape(q_NHD.shape)
+        return each
 
 
 class CudaFlash:
@@ -61,6 +78,15 @@ class CudaFlash:
         else:
             out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
         return Partial(out[0].transpose(0, 1), lse[0, :, :num_queries].transpose(0, 1).float())
+
+    def attend_each(
+        self, q_NHD: Tensor, k_NSKD: Tensor, v_NSKD: Tensor, mask_NS: Tensor | None, *, scale: float
+    ) -> Tensor:
+        mask = None if mask_NS is None else mask_NS[:, None, None]
+        k, v = k_NSKD.transpose(1, 2), v_NSKD.transpose(1, 2)
+        return functional.scaled_dot_product_attention(
+            q_NHD.unsqueeze(2), k, v, attn_mask=mask, scale=scale, enable_gqa=True
+        ).squeeze(2)
 
 
 def kernel_for(device: torch.device) -> AttentionKernel:

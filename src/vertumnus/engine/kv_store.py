@@ -37,6 +37,14 @@ class KvStore:
         """A layer's keys and values of whole blocks, copied: [N, block_tokens, 2, K, D]."""
         return self._rows.index_select(0, slots_N * self.num_layers + layer)
 
+    def read_into(self, copy_NB2KD: Tensor, layer: int, slots_N: Tensor) -> None:
+        """`read` into a tensor that is there already: new memory costs more than what is copied into it."""
+        torch.index_select(self._rows, 0, slots_N * self.num_layers + layer, out=copy_NB2KD)
+
+    def room_for(self, num_blocks: int) -> Tensor:
+        """For `read_into`."""
+        return self._rows.new_empty((num_blocks, *self._rows.shape[1:]))
+
     def write(self, layer: int, slots_T: Tensor, offsets_T: Tensor, kv_T2KD: Tensor) -> None:
         """Puts one layer's keys and values of T tokens at (slot, offset in the block)."""
         cells = (slots_T * self.num_layers + layer) * self.block_tokens + offsets_T

@@ -3,7 +3,8 @@
 import torch
 
 from vertumnus.engine.collectives import GroupLink
-from vertumnus.engine.cp_attention import CpAttention, DecodeAttention
+from vertumnus.engine.cp_attention import CpAttention
+from vertumnus.engine.decode_attention import DecodeAttention
 from vertumnus.engine.forward import Model
 from vertumnus.engine.kernels import kernel_for
 from vertumnus.engine.kv_store import KvStore
