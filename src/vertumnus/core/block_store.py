@@ -85,6 +85,11 @@ class BlockStore:
         """Slots that hold nothing; what is resident and not in use can be evicted besides."""
         return self._num_free
 
+    @property
+    def num_allocated(self) -> int:
+        """Slots that are neither free nor hold a block of the cache."""
+        return self._num_allocated
+
     def __contains__(self, block: bytes) -> bool:
         return block in self._resident
 

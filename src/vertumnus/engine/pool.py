@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vertumnus.engine.errors import (
     CopyFailed,
@@ -195,6 +195,15 @@ class RankPool:
         await self._is_whole.wait()
         if self._failure is not None:
             raise self._failure
+
+    def describe(self) -> dict[str, Any]:
+        """Its processes, for people to look at."""
+        roster = self.roster
+        return {
+            "launcher_pid": roster.launcher_pid,
+            "rank_pids": {str(rank): pid for rank, pid in roster.pids.items()},
+            "generation": self.generation,
+        }
 
     # What groups do
 

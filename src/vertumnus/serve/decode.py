@@ -118,6 +118,15 @@ class DecodeRanks:
         """Prompts that no decode rank has room for yet."""
         return len(self._waiting)
 
+    @property
+    def num_handoffs(self) -> int:
+        """Prompts whose KV is being copied here."""
+        return len(self._copying)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return sum(self._settings.blocks_per_rank - len(rank.free) for rank in self._by_rank.values())
+
     def describe(self) -> list[dict[str, Any]]:
         """One entry per rank, for people to look at."""
         return [

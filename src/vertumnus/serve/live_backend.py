@@ -9,6 +9,7 @@ from vertumnus.core.composition import Composition
 from vertumnus.core.slo import Slo
 from vertumnus.serve.decision_log import DecisionLog
 from vertumnus.serve.generation import Generation, GenerationRequest
+from vertumnus.serve.held import held
 from vertumnus.serve.http.backend import Facts
 from vertumnus.serve.live_pool import LivePool
 from vertumnus.serve.log import PoolLog
@@ -93,6 +94,7 @@ class LiveBackend:
             "recent": self.watch.recent.figures(now_s),
             "history": self.watch.recent.history(now_s, self._wall_offset_s),
             "event_loop_lag_s": self._lag.largest_s,
+            "held": held(self.pool),
         }
 
     def decisions(self, limit: int) -> list[Facts]:

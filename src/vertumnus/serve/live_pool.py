@@ -96,6 +96,7 @@ class LivePool:
         """The step of every worker that has one, begun or waiting for room."""
         self._stalled: dict[int, StartStep] = {}
         self._copies: dict[int, asyncio.Task[None]] = {}
+        self._num_switches = 0
         self._gone: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -180,6 +181,26 @@ class LivePool:
     def num_unanswered(self) -> int:
         """Requests without a first token."""
         return self._num_unanswered
+
+    @property
+    def num_attempts(self) -> int:
+        """Requests that the control plane knows, or will be told of in a moment."""
+        return len(self._attempts)
+
+    @property
+    def num_steps(self) -> int:
+        """Prefill steps under way, or waiting for room."""
+        return len(self._steps)
+
+    @property
+    def num_copies(self) -> int:
+        """Copies between workers under way."""
+        return len(self._copies)
+
+    @property
+    def num_switches(self) -> int:
+        """Groups that ranks are being told to take up."""
+        return self._num_switches
 
     @property
     def decode(self) -> DecodeRanks:
@@ -584,6 +605,13 @@ class LivePool:
         self.spawn(self._switch(action))
 
     async def _switch(self, action: ActivateGroups) -> None:
+        self._num_switches += 1
+        try:
+            await self._take_up(action)
+        finally:
+            self._num_switches -= 1
+
+    async def _take_up(self, action: ActivateGroups) -> None:
         """Once nothing reads or writes the blocks of the workers that go, the ranks take up the new groups."""
         started_s = self._loop.time()
         ranks = sorted(rank for group in action.groups for rank in group.ranks)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from vertumnus.engine.messages import Activated, Pulled, Refusal
 from vertumnus.engine.pool import PoolEvent
@@ -31,6 +31,10 @@ class Ranks(Protocol):
 
     def kill(self, rank: int) -> None:
         """Ends a rank that misbehaves; `RankGone` and `RankBack` follow."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What they are, for people to look at."""
         ...
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ lost and computed again goes on as it would have.
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vertumnus.core.cost import CostModel
 from vertumnus.engine.errors import RankLost
@@ -123,6 +124,9 @@ class StubRanks:
         self.events.put_nowait(RankGone(rank, "killed"))
         loop = asyncio.get_running_loop()
         self._restarts[rank] = loop.call_later(self.speed.restart_s, self._come_back, rank)
+
+    def describe(self) -> dict[str, Any]:
+        return {"rank_pids": {}}
 
     async def close(self) -> None:
         for handle in self._restarts.values():
