@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from vertumnus.core.composition import Composition
 from vertumnus.demo.server import DemoFailed, RunningServer
 
 PROBE = (
@@ -27,6 +28,8 @@ LONG_ANSWER_TOKENS = 120
 POLL_S = 0.25
 REQUEST_TIMEOUT_S = 90.0
 CHANGE_TIMEOUT_S = 20.0
+HOLD_S = 2.0
+"""For which the operator lets a composition be."""
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 30000
 
 
@@ -44,7 +47,7 @@ class Act:
 
 ACTS = (
     Act("many short prompts", 25.0, 0.35, 64, 6),
-    Act("few long prompts", 40.0, 0.35, 768, 6),
+    Act("few long prompts", 40.0, 0.25, 640, 6),
     Act("an operator merges and splits", 20.0, 0.1, 96, 6),
 )
 BY_HAND = ("1x4", "2x2", "4x1")
@@ -168,7 +171,6 @@ class LiveDemo:
         """An operator's hand, while one long answer streams; and the same answer again when all is quiet."""
         streaming = self._start(self._ask("long answer", PROBE, LONG_ANSWER_TOKENS))
         for composition in BY_HAND:
-            await asyncio.sleep(1.0)
             self._say(f"{self._now_s():5.1f} s  POST /admin/composition {composition}")
             async with self._session.post(
                 f"{self._server.url}/admin/composition",
@@ -181,10 +183,17 @@ class LiveDemo:
         self._start(self._ask("long answer", PROBE, LONG_ANSWER_TOKENS))
 
     async def _until(self, composition: str) -> None:
-        """Workers drain first, so a change takes as long as what they are at."""
+        """Until such workers serve: those that go drain first, so that takes as long as what they are at."""
+        wanted = Composition.parse(composition)
         give_up_s = self._now_s() + CHANGE_TIMEOUT_S
-        while self.story.compositions[-1][1] != composition and self._now_s() < give_up_s:
+        while self._serving_composition != wanted and self._now_s() < give_up_s:
             await asyncio.sleep(POLL_S)
+        await asyncio.sleep(HOLD_S)
+
+    @property
+    def _serving_composition(self) -> Composition | None:
+        groups = self.story.layouts[-1][1] if self.story.layouts else ()
+        return Composition.parse(",".join(f"1x{degree}" for _, degree in groups)) if groups else None
 
     async def _watch(self) -> None:
         while True:
