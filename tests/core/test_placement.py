@@ -160,3 +160,13 @@ def test_a_restricted_view_is_the_view_of_fewer_workers():
     )
     assert part.outstanding_s.tolist() == [2, 3]
     assert whole.restricted(np.zeros(3, dtype=bool)) is None
+
+
+@given(candidates(), POLICIES)
+def test_a_placement_keeps_what_its_cost_was_made_from(columns, policy):
+    seen = view(input_tokens=20_000, cost_model=MODEL, **columns)
+    placement = policy.place(seen)
+    assert placement.degrees.tolist() == columns["degrees"]
+    assert placement.reusable_tokens.tolist() == columns["reusable_tokens"]
+    assert placement.service_s.tolist() == seen.service_s.tolist()
+    assert placement.matched_tokens == seen.matched_tokens
