@@ -174,5 +174,3 @@ async def more_answers(seen: Load, num_answers: int = 1) -> None:
     while len(seen.answers) < wanted and not seen.wrong:
         assert time.monotonic() < give_up_s, "no answer comes"
         await asyncio.sleep(0.005)
-
-
