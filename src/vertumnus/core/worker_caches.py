@@ -93,6 +93,7 @@ class _Worker:
     held: dict[int, Allocation] = field(default_factory=dict)
     """Of requests that are done but whose KV somebody still reads."""
     copies: set[int] = field(default_factory=set)
+    """Of which it is source or destination."""
     is_parked: bool = False
     """Its ranks were told to serve as other workers: it has no say over their blocks any more."""
 
@@ -102,19 +103,22 @@ class _Copy:
     action: CopyBlocks
     blocks: Sequence[bytes]
     allocation: Allocation
+    is_void: bool = False
+    """Called off, but its slots at the destination may still be written to."""
 
 
 class WorkerCaches:
     """`blocks_per_rank` slots of `block_tokens` tokens on every rank of every worker that is opened.
 
-    has_tails: whether the last block of a prompt takes a slot too where it is not full. Real KV has to lie somewhere;
-    to the cache it means nothing.
+    is_real: whether there is KV that has to lie somewhere. The last block of a prompt then takes a slot too where it is
+    not full, though to the cache it means nothing; and a copy that is called off goes on writing for a while, so that
+    its slots at a destination that lives on stay taken until `end_copy`.
     """
 
-    def __init__(self, blocks_per_rank: int, block_tokens: int, *, has_tails: bool = False) -> None:
+    def __init__(self, blocks_per_rank: int, block_tokens: int, *, is_real: bool = False) -> None:
         self.blocks_per_rank = blocks_per_rank
         self.block_tokens = block_tokens
-        self._has_tails = has_tails
+        self._is_real = is_real
         self._workers: dict[int, _Worker] = {}
         self._rank_store: dict[int, BlockStore] = {}
         self._copies: dict[int, _Copy] = {}
@@ -192,11 +196,20 @@ class WorkerCaches:
         """The copies under way from and to a worker."""
         return tuple(sorted(self._workers[worker_id].copies))
 
-    def close(self, worker_id: int) -> None:
-        """Forgets a worker, whose ranks failed or serve as other workers."""
+    def close(self, worker_id: int) -> tuple[int, ...]:
+        """Forgets a worker, whose ranks failed or serve as other workers. Its copies are called off.
+
+        Returns the requests that it held: nobody keeps their blocks any more. Where these are read still, its ranks
+        must not be opened as other workers before that has ended, and neither where they are still written.
+        """
+        for copy_id in self.copies_of(worker_id):
+            self._call_off(copy_id, leaving=worker_id)
         worker = self._workers.pop(worker_id)
         if worker.running or worker.partial:
             raise InvariantError(f"worker {worker_id} was closed while it ran a step")
+        for allocation in worker.held.values():
+            worker.store.finish(allocation)
+        return tuple(worker.held)
 
     def fail_rank(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The rank's KV is gone and so is the step of its worker; the worker's other ranks keep theirs.
@@ -211,7 +224,7 @@ class WorkerCaches:
                 continue
             copies += sorted(worker.copies)
             for copy_id in sorted(worker.copies):
-                self.call_off(copy_id)
+                self._call_off(copy_id, leaving=worker.worker_id)
             held += worker.held
             for allocation in [*worker.partial.values(), *worker.held.values()]:
                 worker.store.finish(allocation)
@@ -245,7 +258,7 @@ class WorkerCaches:
             if item.is_first:
                 limit = (request.input_tokens - 1) // block_tokens
                 num_reused = store.num_reusable(request.blocks, limit)
-                num_tails = int(self._has_tails and request.input_tokens % block_tokens > 0)
+                num_tails = int(self._is_real and request.input_tokens % block_tokens > 0)
                 allocation = store.allocate(request.blocks, num_reused, num_extra=num_tails)
                 evicted += allocation.evicted
                 worker.partial[request.request_id] = allocation
@@ -258,7 +271,7 @@ class WorkerCaches:
         return BegunStep(tuple(worker.running), self._removed(worker, evicted))
 
     def addresses(self, worker_id: int, request_id: int) -> list[Address]:
-        """Where the blocks of a request that has begun, or is held, lie or will lie, in order. With `has_tails` the
+        """Where the blocks of a request that has begun, or is held, lie or will lie, in order. With `is_real` the
         last is the one that is not full, if any."""
         worker = self._workers[worker_id]
         allocation = worker.partial.get(request_id) or worker.held[request_id]
@@ -349,7 +362,12 @@ class WorkerCaches:
         if copy is None:
             return None
         action = copy.action
-        source, destination = self._workers[action.source_worker_id], self._workers[action.destination_worker_id]
+        destination = self._workers[action.destination_worker_id]
+        if copy.is_void:
+            destination.copies.discard(copy_id)
+            destination.store.finish(copy.allocation)
+            return None
+        source = self._workers[action.source_worker_id]
         source.copies.discard(copy_id)
         destination.copies.discard(copy_id)
         source.store.unpin(copy.blocks)
@@ -362,16 +380,23 @@ class WorkerCaches:
 
     def call_off(self, copy_id: int) -> None:
         """Ends a copy without effect. Harmless if it has ended."""
-        copy = self._copies.pop(copy_id, None)
+        self._call_off(copy_id, leaving=None)
+
+    def _call_off(self, copy_id: int, *, leaving: int | None) -> None:
+        """`leaving`: a worker whose store nobody will take slots from again before the copy's writing has ended."""
+        copy = self._copies.get(copy_id)
         if copy is None:
             return
-        source, destination = (
-            self._workers[worker_id] for worker_id in (copy.action.source_worker_id, copy.action.destination_worker_id)
-        )
-        source.copies.discard(copy_id)
-        destination.copies.discard(copy_id)
-        source.store.unpin(copy.blocks)
-        destination.store.finish(copy.allocation)
+        if not copy.is_void:
+            source = self._workers[copy.action.source_worker_id]
+            source.copies.discard(copy_id)
+            source.store.unpin(copy.blocks)
+            copy.is_void = True
+        if not self._is_real or copy.action.destination_worker_id == leaving:
+            destination = self._workers[copy.action.destination_worker_id]
+            destination.copies.discard(copy_id)
+            destination.store.finish(copy.allocation)
+            del self._copies[copy_id]
 
     def reclaim(self, action: ReclaimBlocks) -> tuple[Removed, ...]:
         """Frees the blocks that are not in use."""

@@ -39,8 +39,9 @@ class Peer:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         data = frame(self._num_calls + 1, message)
         self._num_calls += 1
-        if self.is_gone:
+        if self.is_gone or self._writer.is_closing():  # the latter is known a moment before `_receive` sees the end
             answer.set_exception(PeerGone("the connection is closed"))
+            answer.exception()  # not everybody who asks waits
             return answer
         self._answers[self._num_calls] = answer
         self._writer.write(data)
@@ -48,7 +49,7 @@ class Peer:
 
     def tell(self, message: Message) -> None:
         """Sends what has no answer."""
-        if not self.is_gone:
+        if not (self.is_gone or self._writer.is_closing()):
             self._writer.write(frame(0, message))
 
     async def close(self) -> None:

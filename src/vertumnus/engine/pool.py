@@ -53,7 +53,7 @@ from vertumnus.engine.messages import (
     Stepped,
     TakeLease,
 )
-from vertumnus.engine.peer import PeerGone
+from vertumnus.engine.peer import Peer, PeerGone
 from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.engine.roster import Roster
 from vertumnus.engine.step import LABEL_BYTES, Step, StepOutput
@@ -284,14 +284,18 @@ class RankPool:
         *,
         is_tcp: bool = False,
     ) -> Pulled | Refusal:
-        """Lease, pull and release."""
+        """Lease, pull and release. Raises RankLost if a rank has died meanwhile, even where it is back already: its
+        successor's slots are others."""
+        ends = {rank: self.roster.peer(rank) for rank in (source, destination)}
         lease = await self.lease(source, source_slots)
         if isinstance(lease, Refusal):
             return lease
         try:
+            self._check_same(ends)
             return await self.pull(destination, lease, destination_slots, is_tcp=is_tcp)
         finally:
             with contextlib.suppress(RankError):  # a lease ends with its rank, or expires
+                self._check_same({source: ends[source]})
                 await self.release(lease)
 
     # Asking
@@ -304,6 +308,11 @@ class RankPool:
                 raise RankLost(rank, "is being started again")
         if key in self._broken or key in self._forming:
             raise GroupUnready(f"the group {key} is being formed anew")
+
+    def _check_same(self, peers: Mapping[int, Peer | None]) -> None:
+        for rank, peer in peers.items():
+            if self.roster.peer(rank) is not peer:
+                raise RankLost(rank, "has died in the middle of a copy")
 
     async def _ask(self, rank: int, message: Message, timeout_s: float) -> Message:
         if not 0 <= rank < self.config.num_ranks:

@@ -75,6 +75,8 @@ class _Rank:
 class _Offer:
     request: LiveRequest
     source: list[Address]
+    is_source_gone: bool = False
+    """The worker that had the source's ranks is no more."""
 
 
 class DecodeRanks:
@@ -92,7 +94,7 @@ class DecodeRanks:
         num_slots = settings.blocks_per_rank
         self._by_rank = {rank: _Rank(rank, list(range(num_slots))[::-1]) for rank in settings.decode_ranks}
         self._waiting: deque[_Offer] = deque()
-        self._copying: dict[int, tuple[LiveRequest, asyncio.Task[None]]] = {}
+        self._copying: dict[int, tuple[_Offer, asyncio.Task[None]]] = {}
         """Handoffs under way, by request id."""
         self._num_steps = 0
         self._is_closed = False
@@ -167,18 +169,21 @@ class DecodeRanks:
             self._owner.release(offer.request)
             self._owner.restart(offer.request, reason)
 
-    def source_lost(self, request_ids: Collection[int]) -> None:
-        """Prefill ranks are gone, and with them what these requests wait with. Copies under way find out themselves."""
-        lost = [offer for offer in self._waiting if offer.request.request_id in request_ids]
-        for offer in lost:
+    def source_gone(self, request_ids: Collection[int]) -> None:
+        """The workers that held the KV of these requests are gone: who waits with it starts again, at once or when the
+        copy that is under way has ended."""
+        gone = [offer for offer in self._waiting if offer.request.request_id in request_ids]
+        for offer in gone:
             self._waiting.remove(offer)
-            self._owner.restart(offer.request, "a prefill rank was lost")
+            self._owner.restart(offer.request, "its prefill worker was lost")
+        for request_id in request_ids:
+            if request_id in self._copying:
+                self._copying[request_id][0].is_source_gone = True
 
-    async def copied(self, worker_ids: Collection[int]) -> None:
-        """Returns when no handoff from these workers is under way."""
-        tasks = [task for request, task in self._copying.values() if request.worker_id in worker_ids]
-        if tasks:
-            await asyncio.wait(tasks)
+    def handoffs_from(self, ranks: Collection[int]) -> list[asyncio.Task[None]]:
+        """The copies under way that read from any of these ranks."""
+        wanted = set(ranks)
+        return [task for offer, task in self._copying.values() if any(rank in wanted for rank, _ in offer.source)]
 
     # Ranks
 
@@ -223,7 +228,7 @@ class DecodeRanks:
             slots = [rank.free.pop() for _ in range(num_blocks)]
             rank.num_arriving += 1
             task = self._owner.spawn(self._hand_over(offer, rank, slots))
-            self._copying[offer.request.request_id] = (offer.request, task)
+            self._copying[offer.request.request_id] = (offer, task)
 
     def _has_room(self, rank: _Rank, num_blocks: int) -> bool:
         num_sequences = len(rank.sequences) + rank.num_arriving
@@ -245,6 +250,7 @@ class DecodeRanks:
         is_same = rank.life == life and rank.is_up
         is_ok = num_copied == len(offer.source) and is_same
         self._telemetry.handoff_ended(self._now_s(), started_s=started_s, num_blocks=len(offer.source), is_ok=is_ok)
+        is_ok = is_ok and not offer.is_source_gone
         if rank.life == life and not (is_ok and not request.is_over):
             rank.free += slots
         if request.is_over:
@@ -257,7 +263,7 @@ class DecodeRanks:
                 rank.wake.set()
             else:
                 rank.free += slots
-        elif not is_same:  # its KV is still where it was
+        elif not is_same and not offer.is_source_gone:  # its KV is still where it was
             request.stage = Stage.WAITING_FOR_DECODE
             self._waiting.appendleft(offer)
         else:
@@ -357,7 +363,7 @@ class DecodeRanks:
     def requests(self) -> list[LiveRequest]:
         """All that wait, are copied or decode here."""
         found = [offer.request for offer in self._waiting]
-        found += [request for request, _ in self._copying.values()]
+        found += [offer.request for offer, _ in self._copying.values()]
         return found + [each.request for rank in self._by_rank.values() for each in rank.sequences.values()]
 
     def check_invariants(self) -> None:

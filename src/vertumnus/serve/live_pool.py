@@ -79,7 +79,7 @@ class LivePool:
         self.settings = settings
         self.telemetry = telemetry or Telemetry()
         if caches is None:
-            caches = WorkerCaches(settings.blocks_per_rank, settings.block_tokens, has_tails=True)
+            caches = WorkerCaches(settings.blocks_per_rank, settings.block_tokens, is_real=True)
         self.caches = caches
         self._loop = asyncio.get_running_loop()
         self.ranks = ranks
@@ -95,7 +95,8 @@ class LivePool:
         self._steps: dict[int, StartStep] = {}
         """The step of every worker that has one, begun or waiting for room."""
         self._stalled: dict[int, StartStep] = {}
-        self._copies: dict[int, asyncio.Task[None]] = {}
+        self._copies: dict[int, tuple[asyncio.Task[None], frozenset[int]]] = {}
+        """Copies between workers under way, with the ranks that they read and write."""
         self._num_switches = 0
         self._gone: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -468,8 +469,10 @@ class LivePool:
         self._tell(StepStarted(worker_id, begun.reused_tokens))
 
     def _retry_stalled(self) -> None:
-        for action in list(self._stalled.values()):
-            self._start_step(action)
+        for worker_id in list(self._stalled):
+            action = self._stalled.get(worker_id)
+            if action is not None:  # what was started before it may have closed its worker
+                self._start_step(action)
 
     def _step_requests(self, action: StartStep, begun: BegunStep) -> list[StepRequest]:
         """What is left to compute of each of the step's requests."""
@@ -496,7 +499,7 @@ class LivePool:
         worker_id, started_s = action.worker_id, self._loop.time()
         outputs: list[StepOutput] = []
         if requests:
-            found = await self._driver.step(group, action.epoch, requests)
+            found = await self._driver.step(group, action.epoch, requests, lambda: self._steps.get(worker_id) is action)
             if found is None:  # ranks are lost: what ran here is placed elsewhere
                 return
             outputs = found
@@ -553,7 +556,8 @@ class LivePool:
         num_blocks = len(begun.allocation.slots)
         source = begun.source_addresses[:num_blocks]
         destination = begun.destination_addresses[:num_blocks]
-        self._copies[action.copy_id] = self.spawn(self._copy(action, source, destination))
+        task = self.spawn(self._copy(action, source, destination))
+        self._copies[action.copy_id] = task, frozenset(rank for rank, _ in [*source, *destination])
 
     async def _copy(
         self, action: CopyBlocks, source: list[tuple[int, int]], destination: list[tuple[int, int]]
@@ -565,6 +569,7 @@ class LivePool:
             del self._copies[action.copy_id]
         ended = self.caches.end_copy(action.copy_id, num_copied)
         if ended is None:  # an end was lost; the control plane was told
+            self._retry_stalled()
             return
         self._report(ended.reports)
         now_s = self._loop.time()
@@ -612,24 +617,29 @@ class LivePool:
             self._num_switches -= 1
 
     async def _take_up(self, action: ActivateGroups) -> None:
-        """Once nothing reads or writes the blocks of the workers that go, the ranks take up the new groups."""
+        """Once nothing reads or writes the blocks of the ranks, they take up the new groups, each group on its own."""
         started_s = self._loop.time()
         ranks = sorted(rank for group in action.groups for rank in group.ranks)
-        parked = self.caches.workers_on(ranks)
-        copies = [self._copies[copy_id] for copy_id in self.caches.park(ranks) if copy_id in self._copies]
-        self._decode.give_up_waiting(parked, "its ranks changed their workers")
-        if copies:
-            await asyncio.wait(copies)
-        await self._decode.copied(parked)
-        # A handoff that failed for want of a decode rank waits again.
-        self._decode.give_up_waiting(parked, "its ranks changed their workers")
-        is_ok = await self._driver.try_activate(action.epoch, action.groups)
+        self.caches.park(ranks)
+        while True:
+            # A handoff that fails for want of a decode rank waits again.
+            self._decode.give_up_waiting(self.caches.workers_on(ranks), "its ranks changed their workers")
+            busy = [task for task, touched in self._copies.values() if not touched.isdisjoint(ranks)]
+            busy += self._decode.handoffs_from(ranks)
+            if not busy:
+                break
+            await asyncio.wait(busy)
+        has_taken = await asyncio.gather(*(self._take_up_group(action.epoch, group) for group in action.groups))
         self.telemetry.switch_ended(
-            self._loop.time(), epoch=action.epoch, num_ranks=len(ranks), started_s=started_s, is_ok=is_ok
+            self._loop.time(), epoch=action.epoch, num_ranks=len(ranks), started_s=started_s, is_ok=all(has_taken)
         )
+
+    async def _take_up_group(self, epoch: int, group: RankGroup) -> bool:
+        is_ok = await self._driver.try_activate(epoch, [group])
         if is_ok:
-            for rank in ranks:
-                self._tell(RankConfirmed(rank, action.epoch))
+            for rank in group.ranks:
+                self._tell(RankConfirmed(rank, epoch))
+        return is_ok
 
     def _open_worker(self, action: OpenWorker) -> None:
         snapshot = self.caches.open(action.worker_id, action.group, action.epoch)
@@ -643,7 +653,6 @@ class LivePool:
 
     def _close_worker(self, action: CloseWorker) -> None:
         for copy_id in self.caches.copies_of(action.worker_id):
-            self.caches.call_off(copy_id)
             self._loop.call_soon(self._tell, CopyEnded(copy_id, False))
         step = self._steps.pop(action.worker_id, None)
         self._stalled.pop(action.worker_id, None)
@@ -651,7 +660,7 @@ class LivePool:
             request = self._attempts.get(item.request.request_id)
             if request is not None and request.is_over:  # the control plane forgets it with its worker
                 del self._attempts[item.request.request_id]
-        self.caches.close(action.worker_id)
+        self._decode.source_gone(self.caches.close(action.worker_id))
         self.telemetry.worker_closed(self._loop.time(), action.worker_id)
 
     # Ranks
@@ -677,7 +686,7 @@ class LivePool:
         copies, held = self.caches.fail_rank(rank)
         for copy_id in copies:
             self._loop.call_soon(self._tell, CopyEnded(copy_id, False))
-        self._decode.source_lost(held)
+        self._decode.source_gone(held)
         self._tell(RankFailed(rank))
         self._retry_stalled()
 

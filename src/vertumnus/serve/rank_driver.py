@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from vertumnus.core.composition import RankGroup
-from vertumnus.engine.errors import CopyFailed, GroupUnready, PoolError, RankError, RankLost, WireError
+from vertumnus.engine.errors import CopyFailed, GroupUnready, PoolError, RankError, RankLost, RankTimeout, WireError
 from vertumnus.engine.messages import Refusal, RefusalReason
 from vertumnus.engine.step import Address, Step, StepOutput, StepRequest
 from vertumnus.serve.live_settings import LiveSettings
@@ -55,8 +55,11 @@ class RankDriver:
             return False
         return not isinstance(answer, Refusal)
 
-    async def step(self, group: RankGroup, epoch: int, requests: Sequence[StepRequest]) -> list[StepOutput] | None:
-        """The outputs of all members; None if ranks are lost, which has been or will be reported."""
+    async def step(
+        self, group: RankGroup, epoch: int, requests: Sequence[StepRequest], is_wanted: Callable[[], bool]
+    ) -> list[StepOutput] | None:
+        """The outputs of all members; None if ranks are lost, which has been or will be reported, or if the step is not
+        wanted any more when the ranks cannot run it."""
         deadline_s = self._loop.time() + self._settings.slot_wait_s
         while True:
             self._num_steps += 1
@@ -72,10 +75,13 @@ class RankDriver:
             except RankLost:
                 return None
             except (RankError, PoolError, WireError) as error:
-                self._give_up(list(group.ranks), error)
+                if is_wanted():
+                    self._give_up(list(group.ranks), error)
                 return None
             if not isinstance(answer, Refusal):
                 return answer
+            if not is_wanted():  # its worker was lost; the ranks may be others by now, and are not to blame
+                return None
             if answer.reason is not RefusalReason.SLOT_IN_USE or self._loop.time() > deadline_s:
                 self._give_up(list(group.ranks), PoolError(f"rank {answer.rank} refuses a step: {answer.detail}"))
                 return None
@@ -105,6 +111,9 @@ class RankDriver:
         while True:
             try:
                 answer = await self._ranks.copy_blocks(from_rank, from_slots, to_rank, to_slots)
+            except RankTimeout as error:
+                self._give_up([error.rank], error)  # it might still write to the slots some time
+                return [False] * len(from_slots)
             except (RankError, CopyFailed, PoolError, WireError):
                 return [False] * len(from_slots)
             if not isinstance(answer, Refusal):

@@ -130,7 +130,7 @@ class Router:
 
     async def _pool(self, ranks: RankPool) -> LivePool:
         config = self._config
-        caches = WorkerCaches(self._blocks_per_rank, config.block_tokens, has_tails=True)
+        caches = WorkerCaches(self._blocks_per_rank, config.block_tokens, is_real=True)
         if not self._spec.is_first:
             await self._restore(ranks, caches)
         layout = await self._layout(ranks)

@@ -128,7 +128,7 @@ class LiveServer:
                 return False
             return is_true(found)
 
-        until(look, lambda: f"{what}: {found}, {self.lines[-20:]}")
+        until(look, lambda: f"{what}: {found.get('held')}, {found}, {self.lines[-20:]}")
         return found
 
     def complete(self, tokens: tuple[int, ...], max_tokens: int = 4, **headers: str) -> dict[str, Any]:
