@@ -14,7 +14,7 @@ from tests.engine.pools import FILL, MEET, RAISE, TIMEOUT_S, config, open_pool, 
 from vertumnus.engine.errors import PoolError, RankFailed, WireError
 from vertumnus.engine.geometry import GroupKey
 from vertumnus.engine.messages import Done, Hello, Refusal, RefusalReason
-from vertumnus.engine.pool import GroupsFormed, RankPool
+from vertumnus.engine.pool import GroupsFormed, RankBack, RankGone, RankPool
 from vertumnus.engine.step import Step
 from vertumnus.engine.wire import frame
 from vertumnus.errors import ConfigError
@@ -154,7 +154,6 @@ def test_ranks_run_under_torchrun(tmp_path):
             "num_ranks": 2,
             "num_slots": 4,
             "num_threads": 1,
-            "interface_host": host,
             "connect_timeout_s": 20.0,
             "step_timeout_s": 20.0,
             "orphan_timeout_s": 20.0,
@@ -164,12 +163,20 @@ def test_ranks_run_under_torchrun(tmp_path):
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, *command, "-m", "vertumnus.engine.rank_process", str(path)),
-            env={**os.environ, "VERTUMNUS_TOKEN": "0123456789abcdef"},
+            env={**os.environ, "VERTUMNUS_POOL_TOKEN": "0123456789abcdef"},
         )
         try:
             await pool.begin()
             await pool.activate(1, {0: 2})
             assert len(await pool.step(told(MEET, group=(0, 2), epoch=1))) == 2
+            # What the pool cannot kill loses its connection, comes again and is settled like a new one.
+            pids = pool.roster.pids
+            pool.kill(1)
+            assert isinstance(await pool.events.get(), RankGone)
+            assert await pool.events.get() == RankBack(1, pool.generation)
+            assert pool.roster.pids == pids
+            await pool.activate(2, {0: 2})
+            assert len(await pool.step(told(MEET, group=(0, 2), epoch=2))) == 2
         finally:
             await pool.close()
             assert await asyncio.wait_for(process.wait(), TIMEOUT_S) == 0

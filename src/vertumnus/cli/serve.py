@@ -1,6 +1,7 @@
 """`vertumnus serve`: the live pool."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,9 @@ def require_packages() -> None:
 @click.option("--name", help="What clients call the model [default: the folder's name].")
 @click.option("--host", help="Address to listen on [default: 127.0.0.1].")
 @click.option("--port", type=int, help="Port, 0 for any [default: 8000].")
+@click.option("--print-launch", is_flag=True, help="Print the launch file for ranks under torchrun, and end.")
 @click.option("--print-config", is_flag=True, help="Print what is in force, secrets left out, and end.")
-def command(model: Path | None, file: Path | None, print_config: bool, **flags: Any) -> None:
+def command(model: Path | None, file: Path | None, print_config: bool, print_launch: bool, **flags: Any) -> None:
     """Serve MODEL, a folder as Hugging Face writes it, with adaptive context parallelism.
 
     Starts the ranks, waits until they are ready, and answers OpenAI's API: /v1/completions, /v1/chat/completions,
@@ -62,11 +64,15 @@ def command(model: Path | None, file: Path | None, print_config: bool, **flags: 
     """
     require_packages()
     from vertumnus.serve.config import read_config
+    from vertumnus.serve.rank_launch import launch_file
     from vertumnus.serve.supervisor import ServerFailed, Supervisor
 
-    config = read_config(file, flags | {"model": model}).checked()
+    config = read_config(file, flags | {"model": model}, os.environ).checked()
     if print_config:
         click.echo(config.to_toml(), nl=False)
+        return
+    if print_launch:
+        click.echo(launch_file(config), nl=False)
         return
 
     def say_ready(supervisor: Supervisor) -> None:

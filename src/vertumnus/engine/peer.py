@@ -52,6 +52,11 @@ class Peer:
         if not (self.is_gone or self._writer.is_closing()):
             self._writer.write(frame(0, message))
 
+    def drop(self) -> None:
+        """Closes the connection as if the other end had."""
+        self._task.cancel()
+        self._end()
+
     async def close(self) -> None:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -12,20 +12,22 @@ from vertumnus.engine.wire import Connection
 _PAUSE_S = 0.05
 
 
-def enter(launch: Launch, hello: Callable[[], Hello | LauncherHello]) -> Connection | None:
+def enter(launch: Launch, hello: Callable[[], Hello | LauncherHello], *, is_patient: bool = False) -> Connection | None:
     """A connection over which the pool has welcomed this process; `hello` is asked again for each attempt.
 
     A pool that is gone may leave its listening socket to a successor: then connections wait there, and those that it
     had begun to take in are made again. None where that is in vain, so that the process has to end: nobody listens any
-    more, the pool has no use for it, or none has taken it in within the launch's `orphan_timeout_s`.
+    more, the pool has no use for it, or none has taken it in within the launch's `orphan_timeout_s`. is_patient: it was
+    not the pool that started this process, and somebody may yet listen.
     """
     deadline_s = time.monotonic() + launch.orphan_timeout_s
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             sock = socket.create_connection((launch.pool_host, launch.pool_port), left_s)
-        except ConnectionRefusedError:
-            return None
-        except OSError:  # it does not take more at the moment
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError) and not is_patient:
+                return None
+            # It does not take more at the moment.
             time.sleep(min(_PAUSE_S, left_s))
             continue
         connection = Connection(sock)

@@ -9,19 +9,20 @@
 It outlives the pool that it serves, if another one takes its place in time (`pool_door`); otherwise it ends. A launcher
 forks it (`run_rank`); under torchrun, or any supervisor that sets the same variables, it starts by itself:
 
-    VERTUMNUS_TOKEN=... torchrun --nproc-per-node 2 -m vertumnus.engine.rank_process LAUNCH.json
+    VERTUMNUS_POOL_TOKEN=... torchrun --nproc-per-node 2 -m vertumnus.engine.rank_process LAUNCH.json
 """
 
 import contextlib
 import importlib
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # re-exported without saying so
@@ -228,9 +229,11 @@ class RankServer:
                 connection.send(call_id, Failure(kind=FailureKind.INTERNAL, detail=str(error)))
 
 
-def run_rank(launch: Launch, rank: int, incarnation: int, source: StepperSource, store: Store) -> None:
-    """Runs a rank until the pool dismisses it, or is gone and no other comes. An error before it is ready is told to
-    the pool and raised."""
+def run_rank(
+    launch: Launch, rank: int, incarnation: int, source: StepperSource, store: Store, *, is_patient: bool = False
+) -> None:
+    """Runs a rank until the pool dismisses it, or is gone and no other comes (is_patient: see `enter`). An error before
+    it is ready is told to the pool and raised."""
     torch.set_num_threads(launch.num_threads)
     with contextlib.suppress(RuntimeError):  # once in a process is enough
         torch.set_num_interop_threads(1)
@@ -273,13 +276,36 @@ def run_rank(launch: Launch, rank: int, incarnation: int, source: StepperSource,
         slot_use=slot_use,
         num_threads=launch.num_threads,
     )
-    connection = enter(launch, hello)
+    connection = enter(launch, hello, is_patient=is_patient)
     if connection is None:
         raise PoolError(f"no pool has taken rank {rank} in at {launch.pool_host}, port {launch.pool_port}")
     while connection is not None:
         if rank_server.serve(connection):
             return
-        connection = enter(launch, hello)
+        connection = enter(launch, hello, is_patient=is_patient)
+
+
+def read_launch(plain: Mapping[str, Any], token: str) -> Launch:
+    """What a launch file says. It may leave out `interface_host`, where a rank's peers reach it: then that is the
+    address that faces the pool. Raises WireError for fields that are no launch's, ConfigError for a host that is none.
+    """
+    told = {"token": token, "interface_host": None, **plain}
+    if told["interface_host"] is None:
+        told["interface_host"] = _address_facing(told.get("pool_host"), told.get("pool_port"))
+    return from_plain(Launch, told, "launch")
+
+
+def _address_facing(host: Any, port: Any) -> str:
+    """This machine's address on the way to another. Sends nothing."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except (OSError, OverflowError, TypeError, UnicodeError) as error:
+        raise ConfigError(
+            f"pool_host is {host!r}, pool_port {port!r}: {error}; accepted: where the server waits for ranks"
+        ) from error
 
 
 def main() -> None:
@@ -287,18 +313,18 @@ def main() -> None:
     environment = os.environ
     try:
         plain = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        launch = from_plain(Launch, {"token": environment["VERTUMNUS_TOKEN"], **plain}, "launch")
+        launch = read_launch(plain, environment["VERTUMNUS_POOL_TOKEN"])
         rank, incarnation = int(environment["RANK"]), int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     except (IndexError, KeyError, OSError, ValueError, TypeError, WireError) as error:
         raise SystemExit(
-            f"{type(error).__name__}: {error}; accepted: a JSON file with the launch as argument, and VERTUMNUS_TOKEN, "
-            "RANK, MASTER_ADDR and MASTER_PORT in the environment"
+            f"{type(error).__name__}: {error}; accepted: a JSON file with the launch as argument, and "
+            "VERTUMNUS_POOL_TOKEN, RANK, MASTER_ADDR and MASTER_PORT in the environment"
         ) from None
     torch.set_num_threads(launch.num_threads)
     is_hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(host, port, is_master=rank == 0 and not is_hosted, wait_for_workers=False)
-    run_rank(launch, rank, incarnation, load_source(launch), store)
+    run_rank(launch, rank, incarnation, load_source(launch), store, is_patient=True)
     sys.stdout.flush()
     os._exit(0)  # without waiting for a step thread that nobody will answer any more
 

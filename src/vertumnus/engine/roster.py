@@ -190,9 +190,14 @@ class Roster:
                 self._expected.pop(rank).cancel()
 
     def kill(self, rank: int) -> None:
-        """Ends a rank that does not answer."""
-        if self._config.is_launched and rank in self._peers:
+        """Ends a rank that does not answer; of one that another supervisor has started, the connection. If it lives it
+        comes again then, and is settled like a new one."""
+        if rank not in self._peers:
+            return
+        if self._config.is_launched:
             _kill(self._hellos[rank].pid)
+        else:
+            self._peers[rank].drop()
 
     async def close(self) -> None:
         """Ends all processes. Bounded: what does not end by itself is killed."""

@@ -1,6 +1,8 @@
 """What an operator decides about a live pool: one validated file, and flags over it."""
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +17,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SECRETS = ("control_token", "api_keys")
+SECRETS = ("control_token", "api_keys", "pool_token")
+"""Keys that may also come from the environment, in VERTUMNUS_CONTROL_TOKEN and so on; `api_keys` there is JSON."""
 
 
 class ServeConfig(BaseModel):
@@ -39,6 +42,17 @@ class ServeConfig(BaseModel):
     block_tokens: int = Field(32, ge=1)
     kv_mib_per_rank: int = Field(512, ge=1)
     """Memory for KV blocks."""
+
+    launcher: Literal["local", "external"] = "local"
+    """Who starts the ranks: the server on its own host, or somebody else (torchrun), on one host or several."""
+    pool_host: str = "127.0.0.1"
+    """Where the server listens for ranks, and where they reach it: an address or name of this host."""
+    pool_port: int = Field(0, ge=0, le=65535)
+    """0: any; with external ranks they must know it."""
+    pool_token: str | None = Field(None, min_length=16)
+    """What ranks show to be let in; None: made up at start."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """How long ranks may take to load and to come; external ones wait as long for the server, too."""
 
     profile: str = "auto"
     """A profile's name or file; auto: measured at start, in some ten seconds."""
@@ -73,6 +87,17 @@ class ServeConfig(BaseModel):
         """Itself; ConfigError for what contradicts itself or is not there."""
         if not self.model.is_dir():
             raise ConfigError(f"model is {str(self.model)!r}, which is no folder; accepted: a model's folder")
+        if self.pool_host in ("0.0.0.0", "::", "*", ""):
+            raise ConfigError(
+                f"pool_host is {self.pool_host!r}; accepted: one address of this host, which ranks can reach"
+            )
+        if self.launcher == "external" and not self.pool_port:
+            raise ConfigError("pool_port is 0; accepted: with launcher 'external' the port that ranks are told")
+        if self.launcher == "external" and self.pool_token is None:
+            raise ConfigError(
+                "pool_token is missing; accepted: with launcher 'external' one of 16 characters or more, in the file "
+                "or in VERTUMNUS_POOL_TOKEN, the same as the ranks'"
+            )
         if self.step_tokens < self.block_tokens:
             raise ConfigError(f"step_tokens is {self.step_tokens}; accepted: at least one block ({self.block_tokens})")
         composition = self.initial_composition
@@ -105,8 +130,9 @@ class ServeConfig(BaseModel):
         return "\n".join(lines) + "\n"
 
 
-def read_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
-    """The file's keys, with the flags that were given over them. Raises ConfigError, naming the key."""
+def read_config(file: Path | None, flags: dict[str, Any], environment: Mapping[str, str] | None = None) -> ServeConfig:
+    """The file's keys, the environment's secrets over them, and over both the flags that were given. Raises
+    ConfigError, naming the key."""
     values: dict[str, Any] = {}
     if file is not None:
         try:
@@ -115,8 +141,26 @@ def read_config(file: Path | None, flags: dict[str, Any]) -> ServeConfig:
             raise ConfigError(f"config {file} cannot be read: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"config {file} is not TOML: {error}") from error
+    values |= _secrets_in(environment or {})
     values |= {key: value for key, value in flags.items() if value is not None}
     return config_from(values)
+
+
+def _secrets_in(environment: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key in SECRETS:
+        variable = f"VERTUMNUS_{key.upper()}"
+        text = environment.get(variable, "").strip()
+        if not text:
+            continue
+        if key != "api_keys":
+            found[key] = text
+            continue
+        try:
+            found[key] = json.loads(text)
+        except ValueError:
+            raise ConfigError(f"{variable} is not JSON; accepted: an object of keys and tenants' names") from None
+    return found
 
 
 def config_from(values: dict[str, Any]) -> ServeConfig:

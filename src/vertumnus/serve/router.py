@@ -26,9 +26,8 @@ from vertumnus.core.queueing import Discipline
 from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.core.worker_caches import WorkerCaches
 from vertumnus.engine.errors import PoolError
-from vertumnus.engine.model_config import Dtype, ModelConfig
+from vertumnus.engine.model_config import ModelConfig
 from vertumnus.engine.pool import RankPool
-from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.errors import ConfigError, VertumnusError
 from vertumnus.serve.calibration import Calibration, calibrate
 from vertumnus.serve.config import ServeConfig
@@ -37,6 +36,7 @@ from vertumnus.serve.http import HttpConfig, Tokeniser, create_app, serve_http, 
 from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.live_pool import LivePool
 from vertumnus.serve.live_settings import LiveSettings
+from vertumnus.serve.rank_launch import blocks_per_rank, check_fit, pool_config
 from vertumnus.serve.router_spec import RouterReport, RouterSpec
 
 LOG = logging.getLogger(__name__)
@@ -55,15 +55,7 @@ class Router:
         self._kappa: Mapping[int, float] | None = None
         """Where the profile knows it."""
         self._model = ModelConfig.from_folder(self._config.model)
-        dtype = Dtype(self._config.dtype) if self._config.dtype is not None else self._model.dtype
-        self._kv_bytes_per_token = self._model.kv_bytes_per_token(dtype)
-        block_bytes = self._kv_bytes_per_token * self._config.block_tokens
-        self._blocks_per_rank = (self._config.kv_mib_per_rank << 20) // block_bytes
-        if self._blocks_per_rank < 1:
-            raise ConfigError(
-                f"kv_mib_per_rank is {self._config.kv_mib_per_rank}; accepted: {-(-block_bytes >> 20)} or more, "
-                f"for one block of {self._config.block_tokens} tokens"
-            )
+        self._blocks_per_rank = blocks_per_rank(self._config, self._model)
         self._topology = Topology(self._config.ranks)
         self._degrees = tuple(degree for degree in (1, 2, 4, 8) if degree <= self._config.ranks)
 
@@ -71,6 +63,9 @@ class Router:
         """Until a signal or the supervisor says to stop, and what was accepted is answered."""
         config = self._config
         tokeniser = Tokeniser.from_folder(config.model)
+        stop = asyncio.Event()
+        started = asyncio.Event()
+        watching = asyncio.ensure_future(_supervisor_gone(stop))
         ranks = await self._ranks()
         try:
             pool = await self._pool(ranks)
@@ -78,9 +73,6 @@ class Router:
             await ranks.close()
             raise
         backend = LiveBackend(pool, self._watch, kappa=self._kappa)
-        stop = asyncio.Event()
-        started = asyncio.Event()
-        watching = asyncio.ensure_future(_supervisor_gone(stop))
         try:
             backend.start()
             app = create_app(backend, tokeniser, self._http_config())
@@ -107,26 +99,22 @@ class Router:
         os.write(self._spec.report_fd, what.to_line())
 
     async def _ranks(self) -> RankPool:
-        config = self._config
-        pool_config = PoolConfig(
-            source="vertumnus.engine.model_source:load",
-            options={
-                "folder": str(config.model.resolve()),
-                "dtype": config.dtype,
-                "block_tokens": config.block_tokens,
-            },
-            num_ranks=config.ranks + config.decode_ranks,
-            num_slots=self._blocks_per_rank,
-            threads_per_rank=config.threads_per_rank,
-            listen_fd=self._spec.pool_fd,
-            token=self._spec.pool_token,
-        )
-        if not self._spec.is_first:
+        spec = self._spec
+        wanted = pool_config(self._config, self._model, listen_fd=spec.pool_fd, token=spec.pool_token)
+        if not wanted.is_launched:
+            ranks = await (RankPool.start(wanted) if spec.is_first else RankPool.attach(wanted))
             try:
-                return await RankPool.attach(pool_config)
+                check_fit(ranks, self._config, self._model)
+            except ConfigError:
+                await ranks.close()
+                raise
+            return ranks
+        if not spec.is_first:
+            try:
+                return await RankPool.attach(wanted)
             except PoolError as error:
                 LOG.warning("the ranks are started anew: %s", error)
-        return await RankPool.start(pool_config)
+        return await RankPool.start(wanted)
 
     async def _pool(self, ranks: RankPool) -> LivePool:
         config = self._config

@@ -65,13 +65,18 @@ class Supervisor:
         """Raises ConfigError for what cannot be served as configured, ServerFailed where it could not go on."""
         with contextlib.ExitStack() as stack:
             self._http = stack.enter_context(_listen(self.config.host, self.config.port, HTTP_BACKLOG, "port"))
-            pool = stack.enter_context(_listen("127.0.0.1", 0, 256, "pool port"))
+            config = self.config
+            pool = stack.enter_context(_listen(config.pool_host, config.pool_port, 256, "pool_port"))
+            if config.launcher == "external":
+                host, port = pool.getsockname()[:2]
+                num_ranks = config.ranks + config.decode_ranks
+                print(f"waiting for {num_ranks} ranks at {host}, port {port}", file=sys.stderr, flush=True)
             spec = RouterSpec(
                 config=self.config,
                 http_fd=self._http.fileno(),
                 pool_fd=pool.fileno(),
                 hash_key=secrets.token_bytes(32),
-                pool_token=secrets.token_hex(16),
+                pool_token=config.pool_token or secrets.token_hex(16),
                 control_token=self.control_token,
                 is_first=True,
             )

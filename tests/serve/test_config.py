@@ -1,0 +1,91 @@
+"""What an operator configures: the file, the environment's secrets, the flags; and what contradicts itself."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from tests.engine.models import tiny_llama
+
+from vertumnus.engine.model_config import ModelConfig
+from vertumnus.errors import ConfigError
+from vertumnus.serve.config import SECRETS, ServeConfig, config_from, read_config
+from vertumnus.serve.rank_launch import check_fit, launch_file
+
+POOL_TOKEN = "pool-0123456789abcdef"
+CONTROL_TOKEN = "control-0123456789abcdef"
+
+
+def external(**changes):
+    values = {
+        "model": str(tiny_llama().folder),
+        "launcher": "external",
+        "pool_host": "127.0.0.1",
+        "pool_port": 29600,
+        "pool_token": POOL_TOKEN,
+    }
+    return config_from({**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"pool_port": 0}, "pool_port is 0"),
+        ({"pool_token": None}, "pool_token is missing"),
+        ({"pool_host": "0.0.0.0"}, "pool_host is '0.0.0.0'"),
+    ],
+)
+def test_what_external_ranks_could_not_find_is_refused(changes, named):
+    external().checked()
+    with pytest.raises(ConfigError, match=named):
+        external(**changes).checked()
+
+
+def test_a_launch_file_is_for_external_ranks_and_holds_no_secret():
+    launch = launch_file(external(api_keys={"sk-1": "team"}))
+    assert json.loads(launch)["num_ranks"] == 5
+    assert POOL_TOKEN not in launch
+    with pytest.raises(ConfigError, match="launcher is 'local'"):
+        launch_file(external(launcher="local"))
+
+
+def test_a_rank_of_another_launch_is_told_apart():
+    config, model = external(ranks=1, block_tokens=8), ModelConfig.from_folder(tiny_llama().folder)
+    launch = json.loads(launch_file(config))
+    block_bytes = 2 * 2 * 2 * 16 * 4 * 8  # K and V of 2 layers, 2 heads of 16 in float32, 8 tokens
+
+    def ranks(num_slots):
+        hello = SimpleNamespace(num_slots=num_slots, block_tokens=8, block_bytes=block_bytes)
+        return SimpleNamespace(roster=SimpleNamespace(hello=lambda rank: hello))
+
+    check_fit(ranks(launch["num_slots"]), config, model)
+    with pytest.raises(ConfigError, match="rank 0 has 7 blocks of 8 tokens"):
+        check_fit(ranks(7), config, model)
+
+
+def test_secrets_come_from_the_environment_over_the_file_and_are_never_shown(tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text(f'model = "somewhere"\ncontrol_token = "{"x" * 16}"\nport = 1\n', encoding="utf-8")
+    environment = {
+        "VERTUMNUS_POOL_TOKEN": POOL_TOKEN,
+        "VERTUMNUS_CONTROL_TOKEN": f"{CONTROL_TOKEN}\n",
+        "VERTUMNUS_API_KEYS": '{"sk-1": "team"}',
+        "VERTUMNUS_PORT": "2",
+    }
+    config = read_config(file, {}, environment)
+    assert (config.pool_token, config.control_token, config.api_keys) == (POOL_TOKEN, CONTROL_TOKEN, {"sk-1": "team"})
+    assert config.port == 1
+    assert not any(secret in config.to_toml() for secret in (POOL_TOKEN, CONTROL_TOKEN, "sk-1"))
+    assert read_config(file, {"control_token": "y" * 16}, environment).control_token == "y" * 16
+
+
+def test_a_wrong_secret_is_not_repeated(tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text('model = "somewhere"\n', encoding="utf-8")
+    for variable, value in [("API_KEYS", "sk-1=team"), ("API_KEYS", '["sk-1"]'), ("POOL_TOKEN", "sk-1")]:
+        with pytest.raises(ConfigError, match=variable.lower() if value != "sk-1=team" else variable) as raised:
+            read_config(file, {}, {f"VERTUMNUS_{variable}": value})
+        assert "sk-1" not in str(raised.value)
+
+
+def test_every_secret_is_a_key():
+    assert set(SECRETS) <= set(ServeConfig.model_fields)
