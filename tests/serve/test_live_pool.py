@@ -118,7 +118,7 @@ async def play(pool: LivePool, arrivals: list[Arrival], upsets: list[Upset]) -> 
     return got
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     arrivals(),
     upsets(),

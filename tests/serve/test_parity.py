@@ -53,6 +53,8 @@ class Changing:
 class RecordingControlPlane(ObservedControlPlane):
     """Remembers every decision and when it was taken."""
 
+    is_thorough = False
+
     def __init__(self, **parts) -> None:
         super().__init__(**parts)
         self.decisions: list[tuple] = []

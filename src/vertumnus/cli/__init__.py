@@ -14,7 +14,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "simulate": ("vertumnus.cli.simulate", "Replay a trace through a simulated prefill pool."),
     "compare": ("vertumnus.cli.compare", "The same trace through several policies and rates, in one table."),
     "plan": ("vertumnus.cli.plan", "Composition, capacity and headroom for this traffic."),
-    "serve": ("vertumnus.cli.serve", "The live pool: a model behind OpenAI's API, workers split and merged online."),
+    "serve": ("vertumnus.cli.serve", "A model behind OpenAI's API; workers split and merge online."),
     "replay": ("vertumnus.cli.replay", "Send a trace to a live endpoint and say what its clients saw."),
     "model": ("vertumnus.cli.model", "A small real model to try things on."),
     "bench": ("vertumnus.cli.bench", "Speed and memory of this program on this machine."),
@@ -71,7 +71,7 @@ class VerbGroup(click.Group):
 @click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="vertumnus")
 def main() -> None:
-    """Adaptive context parallelism for the prefill stage of LLM inference: simulator and capacity planner.
+    """Adaptive context parallelism for the prefill stage of LLM inference: live pool, simulator, capacity planner.
 
     A TRACE is a file (Mooncake, Azure, Bailian, RTP-LLM or our own format, recognised by content; plain, gzip or
     zstd), - for standard input, or synth:KIND for a synthesised one (conversation, toolagent, production, agentic,

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,7 +194,7 @@ class LiveDemo:
     @property
     def _serving_composition(self) -> Composition | None:
         groups = self.story.layouts[-1][1] if self.story.layouts else ()
-        return Composition.parse(",".join(f"1x{degree}" for _, degree in groups)) if groups else None
+        return Composition.of(Counter(degree for _, degree in groups)) if groups else None
 
     async def _watch(self) -> None:
         while True:
