@@ -1,6 +1,6 @@
 """Prints the tables of docs/results.md from the records in benchmarks/results/.
 
-python benchmarks/tables.py placement|adaptation|cache|speed|engine
+python benchmarks/tables.py placement|adaptation|cache|speed|engine|memory
 """
 
 import json
@@ -99,7 +99,7 @@ def percent(row: dict[str, Any]) -> str:
 def engine() -> None:
     """Prefill of both records, then decode, then switches."""
     for name in ("bench-engine", "bench-engine-large"):
-        rows = [entry for entry in load(name) if "streams" not in entry]
+        rows = [entry for entry in load(name) if "prompt_tokens" in entry]
         table(
             [
                 "tokens",
@@ -137,12 +137,32 @@ def engine() -> None:
     )
 
 
+def memory() -> None:
+    """Of a step: tokens and degree down, what was measured and what the formula says across."""
+    table(
+        ["model", "new tokens", "cached", "degree", "peak MiB", "formula MiB", "peak over formula"],
+        [
+            [
+                entry["model"],
+                f"{entry['new_tokens']:,}",
+                f"{entry['prefix_tokens']:,}",
+                str(entry["degree"]),
+                f"{entry['peak_bytes'] / 2**20:.0f}",
+                f"{entry['formula_bytes'] / 2**20:.0f}",
+                f"{entry['over_formula']:.2f}",
+            ]
+            for entry in load("bench-engine-memory")
+        ],
+    )
+
+
 TABLES: dict[str, Callable[[], None]] = {
     "placement": placement,
     "adaptation": adaptation,
     "cache": cache,
     "speed": speed,
     "engine": engine,
+    "memory": memory,
 }
 
 if __name__ == "__main__":

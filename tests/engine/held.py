@@ -4,7 +4,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.engine.pools import ToldSource, ToldStepper, begun
+from tests.engine.pools import ToldSource, ToldStepper
+from tests.engine.routers import begun
 
 from vertumnus.engine import copies
 from vertumnus.engine.kv_memory import KvMemory

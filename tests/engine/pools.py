@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.engine.routers import begun
 
 from vertumnus.engine.bare_source import BareStepper
 from vertumnus.engine.collectives import GroupLink
@@ -74,11 +75,6 @@ class ToldSource:
 
 def load(gate: str = "") -> ToldSource:
     return ToldSource(gate)
-
-
-def begun(gate: str) -> Path:
-    """The file that says that a step waits for the gate."""
-    return Path(f"{gate}.begun")
 
 
 def config(num_ranks: int, **changes: Any) -> PoolConfig:

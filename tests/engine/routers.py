@@ -1,4 +1,5 @@
 """Processes that have a pool and can be killed: what they do first comes as JSON, what they found goes out as JSON.
+They import no torch, as no process that has a pool does.
 
 python -m tests.engine.routers '{"config": {...}, "is_attaching": false, "steps": [...], "num_held": 0}'
 """
@@ -10,9 +11,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
-
-from tests.engine.pools import begun
 
 from vertumnus.engine.messages import RunStep, decode, encode
 from vertumnus.engine.pool import RankPool
@@ -20,6 +20,11 @@ from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.engine.step import Step
 
 TOKEN = "0123456789abcdef"
+
+
+def begun(gate: str) -> Path:
+    """The file that says that a step waits for the gate."""
+    return Path(f"{gate}.begun")
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.engine.pools import DIE, FILL, MEET, RAISE, STOP, begun, gone, open_pool, run, told
+from tests.engine.pools import DIE, FILL, MEET, RAISE, STOP, gone, open_pool, run, told
+from tests.engine.routers import begun
 
 from vertumnus.engine.errors import CopyFailed, PoolError, RankError, RankLost
 from vertumnus.engine.geometry import groups_with
