@@ -11,13 +11,14 @@ READY := $(VENV)/.ready
 OUT := out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench lock clean
+.PHONY: help setup demo test soak check format bench lock clean
 
 help:
 	@echo "make setup            a working $(VENV) with everything in it"
 	@echo "make demo             the main job on an hour of synthesised conversations"
 	@echo "make demo TRACE=file  the same on a trace of your own"
 	@echo "make test             the tests (make test ARGS='-k profile' for some of them)"
+	@echo "make soak             a real pool under load for minutes: 100 switches, 30 kills (about 5 minutes)"
 	@echo "make check            format, lint, types and tests: what CI runs"
 	@echo "make format           formats the code and mends what the linter can mend"
 	@echo "make bench            the benchmarks, into benchmarks/results/ (JSON)"
@@ -36,6 +37,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+soak: $(READY)
+	@mkdir -p $(OUT)
+	timeout 600 $(BIN)/pytest -m slow tests/serve/real --junit-xml=$(OUT)/soak.xml $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,6 +1,7 @@
 """What an operator decides about a live pool: one validated file, and flags over it."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vertumnus.core.composition import Composition, Topology, lay_out
+from vertumnus.core.profile import load_profile
 from vertumnus.core.slo import Slo
+from vertumnus.engine.model_config import ModelConfig
 from vertumnus.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -84,7 +87,7 @@ class ServeConfig(BaseModel):
     drain_timeout_s: float = Field(60.0, ge=0)
 
     def checked(self) -> "ServeConfig":
-        """Itself; ConfigError for what contradicts itself or is not there."""
+        """Itself; ConfigError for what contradicts itself or is not there, as far as that is known without a start."""
         if not self.model.is_dir():
             raise ConfigError(f"model is {str(self.model)!r}, which is no folder; accepted: a model's folder")
         if self.pool_host in ("0.0.0.0", "::", "*", ""):
@@ -97,6 +100,20 @@ class ServeConfig(BaseModel):
             raise ConfigError(
                 "pool_token is missing; accepted: with launcher 'external' one of 16 characters or more, in the file "
                 "or in VERTUMNUS_POOL_TOKEN, the same as the ranks'"
+            )
+        ModelConfig.from_folder(self.model)
+        for pattern in ("tokenizer.json", "*.safetensors"):
+            if next(self.model.glob(pattern), None) is None:
+                raise ConfigError(
+                    f"model is {str(self.model)!r}, without {pattern}; accepted: a complete model's folder"
+                )
+        if self.profile != "auto":
+            load_profile(self.profile)
+        most_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (self.ranks + self.decode_ranks) >> 20
+        if self.launcher == "local" and self.kv_mib_per_rank > most_mib:
+            raise ConfigError(
+                f"kv_mib_per_rank is {self.kv_mib_per_rank}, for {self.ranks + self.decode_ranks} ranks; accepted: at "
+                f"most {most_mib}, by this machine's memory"
             )
         if self.step_tokens < self.block_tokens:
             raise ConfigError(f"step_tokens is {self.step_tokens}; accepted: at least one block ({self.block_tokens})")

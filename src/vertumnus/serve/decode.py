@@ -227,7 +227,7 @@ class DecodeRanks:
             offer.request.stage = Stage.HANDOFF
             slots = [rank.free.pop() for _ in range(num_blocks)]
             rank.num_arriving += 1
-            task = self._owner.spawn(self._hand_over(offer, rank, slots))
+            task = self._owner.spawn(self._hand_over(offer, rank, rank.life, slots))
             self._copying[offer.request.request_id] = (offer, task)
 
     def _has_room(self, rank: _Rank, num_blocks: int) -> bool:
@@ -236,8 +236,9 @@ class DecodeRanks:
         is_spacious = len(rank.free) >= num_blocks + num_sequences
         return rank.is_up and num_sequences < self._settings.max_decode_sequences and is_spacious
 
-    async def _hand_over(self, offer: _Offer, rank: _Rank, slots: list[int]) -> None:
-        request, life = offer.request, rank.life
+    async def _hand_over(self, offer: _Offer, rank: _Rank, life: int, slots: list[int]) -> None:
+        """`life`: in which the rank gave the slots; it may have ended before this begins."""
+        request = offer.request
         request_id = request.request_id
         started_s = self._now_s()
         try:

@@ -21,7 +21,7 @@ from typing import Any
 from tests.engine.pools import is_alive
 from tests.serve.real import tiny_model
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """More than anything here takes on a busy machine; nothing is expected to take a part of it."""
 POLL_S = 0.005
 CONTROL_TOKEN = "control-0123456789abcdef"
@@ -73,6 +73,7 @@ class LiveServer:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         self.url = ""
+        self._num_prompts = 0
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -135,6 +136,11 @@ class LiveServer:
         status, answer = self.call("/v1/completions", body(tokens, max_tokens), headers)
         assert status == 200, answer
         return answer
+
+    def next_number(self) -> int:
+        """Of a prompt that it was not asked before."""
+        self._num_prompts += 1
+        return 1000 + self._num_prompts
 
     # Its processes
 
