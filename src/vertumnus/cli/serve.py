@@ -79,7 +79,9 @@ def command(model: Path | None, file: Path | None, print_config: bool, print_lau
         host, port = supervisor.address
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"serving {config.model_name} at {url}/v1", file=sys.stderr)
-        print(f"dashboard: {url}/dashboard?token={supervisor.control_token}", file=sys.stderr, flush=True)
+        # One that somebody has configured is known to who should know it, and logs are kept.
+        token = supervisor.control_token if config.control_token is None else "(the control token)"
+        print(f"dashboard: {url}/dashboard?token={token}", file=sys.stderr, flush=True)
 
     try:
         Supervisor(config, say_ready).run()
