@@ -15,8 +15,8 @@ OUT := out
 
 help:
 	@echo "make setup            a working $(VENV) with everything in it"
-	@echo "make demo             the main job on an hour of synthesised conversations"
-	@echo "make demo TRACE=file  the same on a trace of your own"
+	@echo "make demo             a real pool on this machine, merging and splitting under traffic"
+	@echo "make demo TRACE=file  40 GPUs, simulated, under a trace of your own (or synth:conversation)"
 	@echo "make test             the tests (make test ARGS='-k profile' for some of them)"
 	@echo "make soak             a real pool under load for minutes: 100 switches, 30 kills (about 5 minutes)"
 	@echo "make check            format, lint, types and tests: what CI runs"
@@ -33,7 +33,11 @@ $(READY): pyproject.toml requirements-dev.lock requirements-torch.txt scripts/se
 
 demo: $(READY)
 	@mkdir -p $(OUT)
-	$(BIN)/vertumnus demo "$(or $(strip $(TRACE)),synth:conversation)" --plot $(OUT)/demo.png --force
+ifeq ($(strip $(TRACE)),)
+	$(BIN)/vertumnus live-demo --plot $(OUT)/demo.png --force
+else
+	$(BIN)/vertumnus demo "$(strip $(TRACE))" --plot $(OUT)/simulated.png --force
+endif
 
 test: $(READY)
 	$(BIN)/pytest -n $(JOBS) $(ARGS)

@@ -1,5 +1,6 @@
 """`vertumnus live-demo`: a real pool on a real model, on this machine."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -7,8 +8,6 @@ import click
 
 from vertumnus.cli.output import note
 from vertumnus.errors import ConfigError
-
-DEFAULT_MODEL = Path(".cache/smollm2-float32")
 
 
 class DemoError(click.ClickException):
@@ -38,7 +37,7 @@ def command(model: Path | None, ranks: int, plot: Path | None, force: bool) -> N
     if plot is not None:
         check_plot_path(plot, force=force)
     if model is None:
-        model = DEFAULT_MODEL
+        model = _cache_folder() / "smollm2-float32"
         if not (model / "config.json").exists():
             _unpack(model)
     elif not model.is_dir():
@@ -64,6 +63,10 @@ def command(model: Path | None, ranks: int, plot: Path | None, force: bool) -> N
     )
     if story.failed or differing:
         raise DemoError("answers were lost or changed; that should not be")
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vertumnus"
 
 
 def _unpack(model: Path) -> None:
