@@ -29,7 +29,7 @@ LONG_ANSWER_TOKENS = 120
 POLL_S = 0.25
 REQUEST_TIMEOUT_S = 90.0
 CHANGE_TIMEOUT_S = 20.0
-HOLD_S = 2.0
+HOLD_S = 3.0
 """For which the operator lets a composition be."""
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 1000, 30000
 
@@ -48,7 +48,7 @@ class Act:
 
 ACTS = (
     Act("many short prompts", 25.0, 0.35, 64, 6),
-    Act("few long prompts", 40.0, 0.25, 640, 6),
+    Act("few long prompts", 45.0, 0.35, 640, 6),
     Act("an operator merges and splits", 20.0, 0.1, 96, 6),
 )
 BY_HAND = ("1x4", "2x2", "4x1")
