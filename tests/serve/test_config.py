@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from tests.engine.models import tiny_llama
+from tests.serve.real import tiny_model
 
 from vertumnus.engine.model_config import ModelConfig
 from vertumnus.errors import ConfigError
@@ -17,7 +17,7 @@ CONTROL_TOKEN = "control-0123456789abcdef"
 
 def external(**changes):
     values = {
-        "model": str(tiny_llama().folder),
+        "model": str(tiny_model.folder()),
         "launcher": "external",
         "pool_host": "127.0.0.1",
         "pool_port": 29600,
@@ -49,7 +49,7 @@ def test_a_launch_file_is_for_external_ranks_and_holds_no_secret():
 
 
 def test_a_rank_of_another_launch_is_told_apart():
-    config, model = external(ranks=1, block_tokens=8), ModelConfig.from_folder(tiny_llama().folder)
+    config, model = external(ranks=1, block_tokens=8), ModelConfig.from_folder(tiny_model.folder())
     launch = json.loads(launch_file(config))
     block_bytes = 2 * 2 * 2 * 16 * 4 * 8  # K and V of 2 layers, 2 heads of 16 in float32, 8 tokens
 
