@@ -43,8 +43,7 @@ test: $(READY)
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
 
 soak: $(READY)
-	@mkdir -p $(OUT)
-	timeout 600 $(BIN)/pytest -m slow tests/serve/real --junit-xml=$(OUT)/soak.xml $(ARGS)
+	timeout 600 $(BIN)/pytest -m slow tests/serve/real -rP $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
