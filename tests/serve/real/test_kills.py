@@ -80,13 +80,14 @@ def test_router_and_ranks_die_at_one_instant(server):
 
 
 @pytest.mark.slow
-def test_thirty_kills_of_anything(server):
-    draws = random.Random(7)
+@pytest.mark.parametrize("seed", range(4))
+def test_thirty_kills_of_anything(server, seed):
+    draws = random.Random(seed)
     kills = []
     for _ in range(30):
         kind = draws.choice(["prefill", "decode", "router", "several"])
         some = draws.sample([None, *PREFILL_RANKS, DECODE_RANK], 2)
         of_kind = {"prefill": [draws.choice(PREFILL_RANKS)], "decode": [DECODE_RANK], "router": [None], "several": some}
         kills.append(of_kind[kind])
-    _, recoveries = run(kill_under_load(server, kills, seed=3), timeout_s=280.0)
+    _, recoveries = run(kill_under_load(server, kills, seed=seed), timeout_s=280.0)
     tell(recoveries)
