@@ -75,7 +75,7 @@ def upsets() -> st.SearchStrategy[list[Upset]]:
         st.builds(
             Upset,
             st.integers(0, 60).map(lambda tenths: tenths / 10),
-            st.sampled_from(["kill", "compose"]),
+            st.sampled_from(["kill", "kill two", "compose", "compose and kill"]),
             st.integers(0, 5),
         ),
         max_size=4,
@@ -103,10 +103,12 @@ async def play(pool: LivePool, arrivals: list[Arrival], upsets: list[Upset]) -> 
 
     async def upset(what: Upset) -> None:
         await asyncio.sleep(what.at_s)
-        if what.kind == "kill":
-            pool.ranks.kill(what.number % pool.ranks.num_ranks)
-        else:
+        if "compose" in what.kind:
             pool.set_composition(Composition.parse(COMPOSITIONS[what.number % len(COMPOSITIONS)]))
+        if "kill" in what.kind:
+            pool.ranks.kill(what.number % pool.ranks.num_ranks)
+        if what.kind == "kill two":
+            pool.ranks.kill((what.number + 2) % pool.ranks.num_ranks)
 
     await pool.start()
     happening = [asyncio.ensure_future(upset(each)) for each in upsets]

@@ -85,6 +85,8 @@ class ServeConfig(BaseModel):
     max_connections: int = Field(4096, ge=1)
     max_body_mib: int | None = Field(None, ge=1)
     drain_timeout_s: float = Field(60.0, ge=0)
+    max_router_deaths: int = Field(5, ge=0)
+    """Within a minute; a router that dies more often is not started again, and the server ends."""
 
     def checked(self) -> "ServeConfig":
         """Itself; ConfigError for what contradicts itself or is not there, as far as that is known without a start."""

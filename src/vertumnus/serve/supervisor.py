@@ -27,9 +27,7 @@ from vertumnus.serve.config import ServeConfig
 from vertumnus.serve.router_spec import RouterReport, RouterSpec
 
 HTTP_BACKLOG = 2048
-MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
-"""A router that dies more often than MAX_RESTARTS times in so long is not started again."""
 KILL_AFTER_S = 15.0
 """Beyond the drain's own bound."""
 
@@ -162,7 +160,7 @@ class Supervisor:
         self._restarts.append(now_s)
         while self._restarts[0] < now_s - RESTART_WINDOW_S:
             self._restarts.popleft()
-        if len(self._restarts) > MAX_RESTARTS:
+        if len(self._restarts) > self.config.max_router_deaths:
             raise ServerFailed(f"the router died {len(self._restarts)} times within {RESTART_WINDOW_S:g} s")
 
     def _stop(self) -> None:

@@ -40,6 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "controller": "none",
     "control_token": CONTROL_TOKEN,
     "drain_timeout_s": 20.0,
+    "max_router_deaths": 1000,
 }
 
 

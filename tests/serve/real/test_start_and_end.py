@@ -189,6 +189,18 @@ def test_whatever_a_dead_supervisor_leaves_ends_by_itself():
         server.close()
 
 
+def test_a_router_that_dies_again_and_again_ends_the_server():
+    server = LiveServer(max_router_deaths=1, ranks=1, composition="1x1").until_ready()
+    try:
+        first = server.kill_router()
+        server.until(lambda state: state["held"]["router_pid"] != first, "another one serves")
+        server.kill_router()
+        assert server.wait() == 1
+        assert any("the router died 2 times" in line for line in server.lines), server.lines
+    finally:
+        server.close()
+
+
 def test_api_keys_separate_what_is_cached():
     keys = {SECRET + "-a": "a", SECRET + "-b": "b"}
     tokens = tiny_model.prompt(3, 100)
