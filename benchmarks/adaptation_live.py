@@ -2,10 +2,10 @@
 
     python benchmarks/adaptation_live.py [--plot FILE]
 
-16 stub ranks that sleep E_C (H20-3e profile, estimated coefficients) behind the real pool and its HTTP front end; load by
-the machinery of `vertumnus replay`. Phases of many short prompts and phases of fewer long ones, in turn. All pools run
-at the same time, each with a router and a load generator of its own, so that what else goes on on the machine meets all
-of them alike. Writes benchmarks/results/adaptation-live.json and, of it, a plot.
+16 stub ranks that sleep E_C (H20-3e profile, estimated coefficients) behind the real pool and its HTTP front end; load
+by the machinery of `vertumnus replay`. Phases of many short prompts and phases of fewer long ones, in turn. All pools
+run at the same time, each with a router and a load generator of its own, so that what else goes on on the machine meets
+all of them alike. Writes benchmarks/results/adaptation-live.json and, of it, a plot.
 """
 
 import argparse
@@ -119,8 +119,12 @@ def draw(document: dict[str, Any], path: str) -> None:
             axes.axvline(each["committed_s"], 0, 0.04, color=colours["adaptive"], linewidth=1.0)
     for number in range(1, NUM_PHASES, 2):
         axes.axvspan(number * PHASE_S, (number + 1) * PHASE_S, color="#00000010", zorder=0)
-        axes.text((number + 0.5) * PHASE_S, 0.97, "few long", transform=axes.get_xaxis_transform(), ha="center", va="top")
-        axes.text((number - 0.5) * PHASE_S, 0.97, "many short", transform=axes.get_xaxis_transform(), ha="center", va="top")
+        axes.text(
+            (number + 0.5) * PHASE_S, 0.97, "few long", transform=axes.get_xaxis_transform(), ha="center", va="top"
+        )
+        axes.text(
+            (number - 0.5) * PHASE_S, 0.97, "many short", transform=axes.get_xaxis_transform(), ha="center", va="top"
+        )
     axes.set_yscale("log")
     axes.set_xlim(0, NUM_PHASES * PHASE_S)
     axes.set_xlabel("s of traffic (ticks below: a split or merge of the adaptive pool commits)")

@@ -34,7 +34,9 @@ STREAM_TOKENS = 40
 STREAM_RATE_PER_S = 200.0
 
 
-def run(*, seed: int = 0, duration_s: float = 15.0, rates_per_s: tuple[float, ...] = RATES_PER_S) -> list[dict[str, Any]]:
+def run(
+    *, seed: int = 0, duration_s: float = 15.0, rates_per_s: tuple[float, ...] = RATES_PER_S
+) -> list[dict[str, Any]]:
     """An entry per offered rate, and one with 2,000 streams open at a time."""
     rows = []
     for rate_per_s in rates_per_s:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ from vertumnus.serve.live_settings import LiveSettings
 from vertumnus.serve.stub_ranks import StubRanks, StubSpeed
 
 VOCAB_SIZE = 32_000
-START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class StubRouterSpec:
     """What runs. Durations in seconds.
 
     profile: whose E_C, `time_scale` times, the control plane predicts with, and prefill steps take if
-    `has_service_time`; else they end at once. controller: None holds the composition. step_tokens: None runs one whole prompt a step.
+    `has_service_time`; else they end at once. controller: None holds the composition. step_tokens: None runs one whole
+    prompt a step.
     """
 
     composition: str
@@ -94,22 +95,23 @@ class StubRouter:
 @contextmanager
 def stub_router(spec: StubRouterSpec) -> Iterator[StubRouter]:
     """Runs within the block. Raises RouterGone where it does not come up."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vertumnus.bench.stub_router"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "vertumnus.bench.stub_router"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        assert process.stdin is not None
         process.stdin.write(json.dumps(asdict(spec)) + "\n")
         process.stdin.flush()
         yield StubRouter(process, _read(process)["url"])
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
         try:
-            process.wait(START_TIMEOUT_S)
+            process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdout.close()
 
 
 def _read(process: "subprocess.Popen[str]") -> dict[str, Any]:
@@ -158,9 +160,7 @@ class _Figures:
         if phase == "start":
             self._collection_begin_s = time.thread_time()
         else:
-            self._longest_collection_s = max(
-                self._longest_collection_s, time.thread_time() - self._collection_begin_s
-            )
+            self._longest_collection_s = max(self._longest_collection_s, time.thread_time() - self._collection_begin_s)
 
     def take(self) -> dict[str, Any]:
         """Of the time since the last call. `held_up`: how late the event loop came, by the clock and by the CPU time
