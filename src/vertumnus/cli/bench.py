@@ -111,6 +111,25 @@ def switch(ranks: int, switches: int, model: str | None, seed: int, as_json: boo
     _show("switch", results, as_json, ranks=ranks, switches=switches, model=model and Path(model).name, seed=seed)
 
 
+@command.command("router")
+@click.option("--seconds", type=click.IntRange(1), default=15, show_default=True, help="Length of every open loop.")
+@seed_option
+@json_option
+def router(seconds: int, seed: int, as_json: bool) -> None:
+    """The live pool and its HTTP front end over ranks that answer at once: what the router adds, and how much it takes.
+
+    Open loops at rising rates with prompts of 4,096 token ids, then 2,000 streams open at a time.
+    """
+    try:
+        from vertumnus.bench.router import run
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"bench router needs the package {error.name!r}; accepted: pip install vertumnus[serve]"
+        ) from None
+    note("starting routers and loading them; about two minutes")
+    _show("router", run(seed=seed, duration_s=float(seconds)), as_json, seconds=seconds, seed=seed)
+
+
 def _require_engine() -> None:
     missing = [package for package in ("torch", "safetensors", "msgpack") if find_spec(package) is None]
     if missing:

@@ -32,6 +32,7 @@ from vertumnus.errors import ConfigError, VertumnusError
 from vertumnus.serve.calibration import Calibration, calibrate
 from vertumnus.serve.config import ServeConfig
 from vertumnus.serve.dashboard import FOLDER as DASHBOARD
+from vertumnus.serve.garbage import collect_rarely
 from vertumnus.serve.http import HttpConfig, Tokeniser, create_app, serve_http, stop_on_signals
 from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.live_pool import LivePool
@@ -81,6 +82,7 @@ class Router:
                 serving = asyncio.ensure_future(serve_http(app, sockets, self._http_config(), stop, started=started))
                 failing = asyncio.ensure_future(pool.failed.wait())
                 await asyncio.wait([asyncio.ensure_future(started.wait()), serving], return_when="FIRST_COMPLETED")
+                collect_rarely()
                 self._report(RouterReport(kind="ready"))
                 await asyncio.wait([serving, failing], return_when=asyncio.FIRST_COMPLETED)
                 failing.cancel()
