@@ -46,6 +46,7 @@ class ToldStepper:
         what, argument = (*step.requests[0].token_ids, 0)[:2]
         if link.index == argument and what in (DIE, STOP):
             os.kill(os.getpid(), signal.SIGKILL if what == DIE else signal.SIGSTOP)
+            signal.pause()  # the signal may take another thread first
         if link.index == argument and what == RAISE:
             raise ValueError("as told")
         if what in (FILL, HOLD):
