@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import http.client
 import json
 import os
@@ -66,6 +67,7 @@ class LiveServer:
                 text=True,
                 start_new_session=True,
                 env={**os.environ, MARK: self._mark},
+                preexec_fn=_end_with_parent,
             )
         except BaseException:
             file.unlink()
@@ -233,6 +235,14 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
 def run(test: Any, timeout_s: float = 240.0) -> Any:
     """Runs a coroutine within a bound."""
     return asyncio.run(asyncio.wait_for(test, timeout_s))
+
+
+def _end_with_parent() -> None:
+    """No server outlives tests that were killed."""
+    _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+_LIBC = ctypes.CDLL(None)
 
 
 def _command(pid: int) -> str:
