@@ -24,6 +24,7 @@ from vertumnus.core.profile import Profile, load_profile
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.settings import ControlPlaneSettings
+from vertumnus.core.slo import Slo
 from vertumnus.core.worker_caches import WorkerCaches
 from vertumnus.engine.errors import PoolError
 from vertumnus.engine.model_config import ModelConfig
@@ -52,7 +53,7 @@ class Router:
     def __init__(self, spec: RouterSpec) -> None:
         self._spec = spec
         self._config = spec.config
-        self._watch = Watch()
+        self._watch = Watch(slo=Slo.parse(self._config.slo))
         self._kappa: Mapping[int, float] | None = None
         """Where the profile knows it."""
         self._model = ModelConfig.from_folder(self._config.model)
