@@ -109,8 +109,8 @@ def _streams(seed: int) -> dict[str, Any]:
 
 
 def _client_side(found: dict[str, Any]) -> dict[str, Any]:
-    names = ("p50_ttft_s", "p99_ttft_s", "p50_e2e_s", "p99_e2e_s", "num_completed", "num_failed", "token_hit_ratio")
-    late = ("p99_lag_s", "p99_loop_stall_s", "generator_was_slow")
+    names = ("p50_ttft_s", "p99_ttft_s", "p50_e2e_s", "p99_e2e_s", "num_completed", "num_failed", "errors")
+    late = ("token_hit_ratio", "p99_lag_s", "p99_loop_stall_s", "generator_was_slow")
     return {name: found[name] for name in (*names, "achieved_rate_per_s", *late)}
 
 
