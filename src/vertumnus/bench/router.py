@@ -25,8 +25,7 @@ NUM_SYSTEMS = 64
 ANSWER_TOKENS = 2
 """So that every request is handed over to a decode rank and takes part in one of its steps."""
 
-TARGET_RATE_PER_S = 250.0
-RATES_PER_S = (250.0, 400.0, 600.0, 800.0, 1000.0)
+RATES_PER_S = (100.0, 250.0, 400.0, 800.0)
 WARMUP_S = 2.0
 NUM_STREAMS = 2000
 STREAM_STEP_S = 0.5
