@@ -1,6 +1,6 @@
 """Whether adapting pays on the live pool: the same phased traffic against fixed compositions and an adaptive one.
 
-    python benchmarks/adaptation_live.py [--plot FILE]
+    python benchmarks/adaptation_live.py [--virtual] [--plot FILE]
 
 16 stub ranks that sleep E_C (H20-3e profile, estimated coefficients) behind the real pool and its HTTP front end; load
 by the machinery of `vertumnus replay`. Phases of many short prompts and phases of fewer long ones, in turn. All pools
@@ -9,7 +9,9 @@ all of them alike. Writes benchmarks/results/adaptation-live.json and, of it, a 
 """
 
 import argparse
+import asyncio
 import json
+from array import array
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,8 +21,14 @@ import numpy as np
 
 from vertumnus import Trace, synthesise
 from vertumnus.bench.environment import environment
-from vertumnus.bench.stub_router import VOCAB_SIZE, StubRouterSpec, stub_router
+from vertumnus.bench.stub_router import VOCAB_SIZE, StubRouterSpec, stub_pool, stub_router
+from vertumnus.engine.step import Sampling
+from vertumnus.replay.blocks import fully_named
+from vertumnus.replay.prompts import Prompts
 from vertumnus.replay.run import ReplaySettings, replay
+from vertumnus.serve.generation import GenerationRequest
+from vertumnus.serve.live_backend import Watch
+from vertumnus.workload.trace import FloatArray
 
 RESULT = Path(__file__).parent / "results" / "adaptation-live.json"
 VARIANTS = (("adaptive", "16x1", True), ("16x1", "16x1", False), ("8x2", "8x2", False), ("4x4", "4x4", False))
@@ -37,9 +45,8 @@ def traffic(seed: int) -> Trace:
     return synthesise("phases", seed=seed, duration_s=NUM_PHASES * PHASE_S, phase_s=PHASE_S, **TRAFFIC)
 
 
-def run_one(label: str, composition: str, is_adaptive: bool, seed: int) -> dict[str, Any]:
-    """In a process of its own."""
-    spec = StubRouterSpec(
+def spec_of(composition: str, is_adaptive: bool) -> StubRouterSpec:
+    return StubRouterSpec(
         composition=composition,
         has_service_time=True,
         num_decode_ranks=4,
@@ -51,25 +58,17 @@ def run_one(label: str, composition: str, is_adaptive: bool, seed: int) -> dict[
         controller="lookahead" if is_adaptive else None,
         window_s=WINDOW_S,
     )
-    with stub_router(spec) as router:
-        begin_s = router.figures()["now_s"]
-        report = replay(traffic(seed), ReplaySettings(url=router.url, vocab=VOCAB_SIZE, output_tokens=2, seed=seed))
-        figures = router.figures()
-    measured = report.measured
-    arrival_s = np.array([outcome.scheduled_s for outcome in measured])
-    ttft_s = np.array([outcome.ttft_s for outcome in measured])
+
+
+def figures_of(label: str, arrival_s: FloatArray, ttft_s: FloatArray) -> dict[str, Any]:
     phase = np.minimum((arrival_s // PHASE_S).astype(int), NUM_PHASES - 1)
     is_steady = arrival_s - phase * PHASE_S >= TRANSIENT_S
     bins = (arrival_s // BIN_S).astype(int)
-    found = report.to_json()
     return {
         "label": label,
-        "num_measured": len(measured),
-        "num_failed": found["num_failed"],
+        "num_measured": len(ttft_s),
         "mean_ttft_s": float(ttft_s.mean()),
         "p99_ttft_s": float(np.quantile(ttft_s, 0.99)),
-        "slo_attainment_ratio": found["slo_attainment_ratio"],
-        "token_hit_ratio": found["token_hit_ratio"],
         "mean_ttft_s_by_phase": [float(ttft_s[phase == each].mean()) for each in range(NUM_PHASES)],
         "mean_ttft_s_by_phase_without_transients": [
             float(ttft_s[(phase == each) & is_steady].mean()) for each in range(NUM_PHASES)
@@ -79,6 +78,24 @@ def run_one(label: str, composition: str, is_adaptive: bool, seed: int) -> dict[
             float(ttft_s[bins == each].mean()) if (bins == each).any() else None
             for each in range(int(NUM_PHASES * PHASE_S / BIN_S))
         ],
+    }
+
+
+def run_one(label: str, composition: str, is_adaptive: bool, seed: int) -> dict[str, Any]:
+    """With HTTP, on the clock; in a process of its own."""
+    with stub_router(spec_of(composition, is_adaptive)) as router:
+        begin_s = router.figures()["now_s"]
+        report = replay(traffic(seed), ReplaySettings(url=router.url, vocab=VOCAB_SIZE, output_tokens=2, seed=seed))
+        figures = router.figures()
+    measured = report.measured
+    arrival_s = np.array([outcome.scheduled_s for outcome in measured])
+    ttft_s = np.array([outcome.ttft_s for outcome in measured])
+    found = report.to_json()
+    return {
+        **figures_of(label, arrival_s, ttft_s),
+        "num_failed": found["num_failed"],
+        "slo_attainment_ratio": found["slo_attainment_ratio"],
+        "token_hit_ratio": found["token_hit_ratio"],
         "proposals": [
             {"s": each["time"], "composition": each["composition"]} for each in reversed(figures["proposals"])
         ],
@@ -91,6 +108,67 @@ def run_one(label: str, composition: str, is_adaptive: bool, seed: int) -> dict[
         "p99_loop_stall_s": found["p99_loop_stall_s"],
         "wall_s": found["wall_s"],
     }
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its clock jumps to the next timer as soon as there is nothing left to do: no machine is too slow for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self._now_s = max(self._now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+def run_virtually(label: str, composition: str, is_adaptive: bool, seed: int) -> dict[str, Any]:
+    """The same pool without HTTP, on a virtual clock: what the decisions alone make of it."""
+    loop = VirtualLoop()
+    try:
+        return loop.run_until_complete(_play_virtually(label, spec_of(composition, is_adaptive), seed))
+    finally:
+        loop.close()
+
+
+async def _play_virtually(label: str, spec: StubRouterSpec, seed: int) -> dict[str, Any]:
+    trace = fully_named(traffic(seed))
+    prompts = Prompts(trace, seed=seed, vocab=VOCAB_SIZE)
+    loop = asyncio.get_running_loop()
+    pool, _ = stub_pool(spec, Watch())
+    await pool.start()
+    begin_s = loop.time()
+    ttft_s = np.zeros(trace.num_requests)
+
+    async def ask(index: int) -> None:
+        tokens = array("I", prompts.tokens(index).astype(np.uint32).tobytes())
+        sent_s = loop.time()
+        asked = GenerationRequest(request_id=str(index), token_ids=tokens, max_tokens=2, sampling=Sampling())
+        generation = pool.submit(asked)
+        await generation.next_tokens()
+        ttft_s[index] = loop.time() - sent_s
+        while generation.finish_reason is None:
+            await generation.next_tokens()
+
+    tasks = []
+    for index, arrival_s in enumerate(trace.arrival_s.tolist()):
+        await asyncio.sleep(max(0.0, begin_s + arrival_s - loop.time()))
+        tasks.append(loop.create_task(ask(index)))
+    await asyncio.gather(*tasks)
+    transitions = [
+        {
+            "committed_s": round(each.committed_s - begin_s, 2),
+            "kind": each.operation.kind.value,
+            "drain_s": each.drain_s,
+        }
+        for each in pool.control_plane.transitions
+    ]
+    await pool.close()
+    return {**figures_of(label, trace.arrival_s, ttft_s), "transitions": transitions}
 
 
 def draw(document: dict[str, Any], path: str) -> None:
@@ -141,10 +219,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plot", help="write a plot of the record to FILE")
     parser.add_argument("--plot-only", action="store_true", help="of the record that is there")
+    parser.add_argument("--virtual", action="store_true", help="the pool without HTTP, on a virtual clock")
     options = parser.parse_args()
+    result = RESULT.with_name("adaptation-virtual.json") if options.virtual else RESULT
     if not options.plot_only:
-        with ProcessPoolExecutor(len(VARIANTS), mp_context=get_context("spawn")) as executor:
-            jobs = [executor.submit(run_one, *variant, options.seed) for variant in VARIANTS]
+        with ProcessPoolExecutor(2 if options.virtual else len(VARIANTS), mp_context=get_context("spawn")) as executor:
+            run = run_virtually if options.virtual else run_one
+            jobs = [executor.submit(run, *variant, options.seed) for variant in VARIANTS]
             rows = [job.result() for job in jobs]
         document = {
             "experiment": "adaptation-live",
@@ -152,11 +233,13 @@ def main() -> None:
             "window_s": WINDOW_S,
             "transient_s": TRANSIENT_S,
             "bin_s": BIN_S,
-            "environment": environment(f"python benchmarks/adaptation_live.py --seed {options.seed}"),
+            "environment": environment(
+                f"python benchmarks/adaptation_live.py --seed {options.seed}{' --virtual' if options.virtual else ''}"
+            ),
             "results": rows,
         }
-        RESULT.write_text(json.dumps(document, indent=1) + "\n")
-    document = json.loads(RESULT.read_text())
+        result.write_text(json.dumps(document, indent=1) + "\n")
+    document = json.loads(result.read_text())
     for row in document["results"]:
         print({key: value for key, value in row.items() if not isinstance(value, list) or "phase" in key})
     if options.plot:

@@ -156,12 +156,46 @@ def memory() -> None:
     )
 
 
+def live() -> None:
+    """The router, then adaptation on the live pool: mean TTFT by phase, transients left out, and overall."""
+    table(
+        ["load", "TTFT p50 ms", "p99 ms", "CPU us/request", "requests per CPU s", "longest turn ms", "collection ms"],
+        [
+            [
+                f"{row['rate_per_s']:.0f}/s" if "max_in_flight" not in row else f"{row['max_in_flight']:,} streams",
+                f"{1000 * row['p50_ttft_s']:.1f}",
+                f"{1000 * row['p99_ttft_s']:.1f}",
+                f"{row['cpu_us_per_request']:,.0f}",
+                f"{row['requests_per_cpu_s']:,.0f}",
+                f"{1000 * row['max_loop_busy_cpu_s']:.0f}",
+                f"{1000 * row['longest_collection_cpu_s']:.1f}",
+            ]
+            for row in load("bench-router")
+        ],
+    )
+    rows = load("adaptation-live")
+    num_phases = len(rows[0]["num_by_phase"])
+    table(
+        ["pool", *(f"phase {number + 1}" for number in range(num_phases)), "overall", "attainment"],
+        [
+            [
+                row["label"],
+                *(f"{ttft_s:.2f}" for ttft_s in row["mean_ttft_s_by_phase_without_transients"]),
+                f"{row['mean_ttft_s']:.2f}",
+                percent(row),
+            ]
+            for row in rows
+        ],
+    )
+
+
 TABLES: dict[str, Callable[[], None]] = {
     "placement": placement,
     "adaptation": adaptation,
     "cache": cache,
     "speed": speed,
     "engine": engine,
+    "live": live,
     "memory": memory,
 }
 

@@ -203,7 +203,8 @@ def _rss_bytes() -> int:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
-def _pool(spec: StubRouterSpec, watch: Watch) -> tuple[LivePool, _TimedController | None]:
+def stub_pool(spec: StubRouterSpec, watch: Watch) -> tuple[LivePool, _TimedController | None]:
+    """The live pool alone, within a running loop; and its controller."""
     composition = Composition.parse(spec.composition)
     num_ranks = composition.num_gpus
     topology = Topology(num_ranks)
@@ -280,7 +281,7 @@ def _tokeniser() -> Tokeniser:
 
 async def _serve(spec: StubRouterSpec) -> None:
     watch = Watch(num_decisions=20_000)
-    pool, controller = _pool(spec, watch)
+    pool, controller = stub_pool(spec, watch)
     await pool.start()
     backend = LiveBackend(pool, watch)
     config = HttpConfig(
