@@ -166,12 +166,14 @@ def test_ranks_that_died_or_stopped_meanwhile_are_replaced_and_their_numbers_go_
             pool = await attached(sock, told_config)
             pids = pool.roster.pids
             assert [pids[rank] == found["ranks"][rank] for rank in range(4)] == [True, False, False, True]
-            assert [pool.roster.hello(rank).incarnation for rank in range(4)] == [0, 1, 1, 0]
+            incarnations = [pool.roster.hello(rank).incarnation for rank in range(4)]
+            # On a busy machine a start may take longer than its bound, and is tried again.
+            assert incarnations[0] == incarnations[3] == 0 < min(incarnations[1:3])
             await pool.activate(1, {0: 4})
             pool.kill(2)
             await pool.events.get()
             await pool.whole()
-            assert pool.roster.hello(2).incarnation == 2
+            assert pool.roster.hello(2).incarnation > incarnations[2]
             await pool.close()
             await gone(*found["ranks"], *pids.values(), found["launcher"])
 
