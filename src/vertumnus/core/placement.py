@@ -214,3 +214,8 @@ def _least_j(view: PlacementView, beta: float, lambda_: float, mu: float | None 
     placement = choose(view, view.load_s + load_free, "least J", **terms)
     placement.preferred_degree = int(view.degrees[load_free.argmin()])
     return placement
+
+
+def names_preferred_degrees(policy: PlacementPolicy) -> bool:
+    """Whether the policy's placements say which degree they would prefer, as Algorithm 1 needs it."""
+    return isinstance(policy, VertumnusPolicy | PaperPolicy)

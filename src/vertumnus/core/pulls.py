@@ -9,6 +9,7 @@ from vertumnus.core.copies import CopyLedger
 from vertumnus.core.cost import DegreeCosts, FloatArray
 from vertumnus.core.events import CopyBlocks, CopyReason
 from vertumnus.core.index import Match, PrefixIndex
+from vertumnus.core.profile import Profile
 from vertumnus.core.queueing import QueuedRequest
 from vertumnus.core.reconciliation import PendingBlocks
 from vertumnus.core.requests import PrefillRequest
@@ -32,6 +33,16 @@ class PullSettings:
     """Seconds to copy one token's KV over the slowest link that may be on the way."""
     latency_s: float
     from_any_worker: bool = False
+
+    @classmethod
+    def of_profile(cls, profile: Profile, *, from_any_worker: bool) -> "PullSettings":
+        """The prices of a profile's hardware."""
+        slowest = min(profile.inter_node_bytes_per_s, profile.intra_node_bytes_per_s)
+        return cls(
+            s_per_token=profile.kv_bytes_per_token / slowest,
+            latency_s=profile.copy_latency_s,
+            from_any_worker=from_any_worker,
+        )
 
 
 class Puller:

@@ -61,14 +61,11 @@ class FinishedStep:
 
 @dataclass(frozen=True, slots=True)
 class BegunCopy:
-    """What of a copy can be made: `blocks` are still at the source and have `num_slots` slots at the destination."""
+    """What of a copy can be made: `blocks` are still at the source."""
 
     blocks: Sequence[bytes]
     source_ranks: tuple[int, ...]
     destination_ranks: tuple[int, ...]
-    allocation: Allocation
-    source_addresses: list[Address]
-    destination_addresses: list[Address]
     reports: tuple[CacheReport, ...]
 
 
@@ -350,10 +347,19 @@ class WorkerCaches:
             blocks,
             tuple(source.group.ranks),
             tuple(destination.group.ranks),
-            allocation,
-            [address for block in blocks if (address := source.store.address(block)) is not None],
-            destination.store.addresses(allocation),
             self._removed(destination, allocation.evicted),
+        )
+
+    def copy_addresses(self, copy_id: int) -> tuple[list[Address], list[Address]]:
+        """Where the blocks of a copy that has begun lie at its source, and are to lie at its destination: as many as
+        the destination had slots for."""
+        copy = self._copies[copy_id]
+        source = self._workers[copy.action.source_worker_id].store
+        destination = self._workers[copy.action.destination_worker_id].store
+        blocks = copy.blocks[: len(copy.allocation.slots)]
+        return (
+            [address for block in blocks if (address := source.address(block)) is not None],
+            destination.addresses(copy.allocation),
         )
 
     def end_copy(self, copy_id: int, num_copied: int | None = None) -> EndedCopy | None:

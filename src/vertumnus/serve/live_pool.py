@@ -552,10 +552,8 @@ class LivePool:
         if begun is None:
             self._loop.call_soon(self._tell, CopyEnded(action.copy_id, False))
             return
+        source, destination = self.caches.copy_addresses(action.copy_id)
         self._report(begun.reports)
-        num_blocks = len(begun.allocation.slots)
-        source = begun.source_addresses[:num_blocks]
-        destination = begun.destination_addresses[:num_blocks]
         task = self.spawn(self._copy(action, source, destination))
         self._copies[action.copy_id] = task, frozenset(rank for rank, _ in [*source, *destination])
 

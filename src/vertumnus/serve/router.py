@@ -18,9 +18,9 @@ from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.cost import CostModel
 from vertumnus.core.index.replication import ReplicationSettings
-from vertumnus.core.placement import PaperPolicy, VertumnusPolicy
+from vertumnus.core.placement import names_preferred_degrees
 from vertumnus.core.policies import make_policy
-from vertumnus.core.profile import Profile, load_profile
+from vertumnus.core.profile import load_profile
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.settings import ControlPlaneSettings
@@ -31,7 +31,6 @@ from vertumnus.engine.model_config import ModelConfig
 from vertumnus.engine.pool import RankPool
 from vertumnus.errors import ConfigError, VertumnusError
 from vertumnus.serve.calibration import Calibration, calibrate
-from vertumnus.serve.config import ServeConfig
 from vertumnus.serve.dashboard import FOLDER as DASHBOARD
 from vertumnus.serve.garbage import collect_rarely
 from vertumnus.serve.http import HttpConfig, Tokeniser, create_app, serve_http, stop_on_signals
@@ -67,7 +66,7 @@ class Router:
         tokeniser = Tokeniser.from_folder(config.model)
         stop = asyncio.Event()
         started = asyncio.Event()
-        watching = asyncio.ensure_future(_supervisor_gone(stop))
+        watching = asyncio.ensure_future(_end_with_supervisor())
         ranks = await self._ranks()
         try:
             pool = await self._pool(ranks)
@@ -77,10 +76,11 @@ class Router:
         backend = LiveBackend(pool, self._watch, kappa=self._kappa)
         try:
             backend.start()
-            app = create_app(backend, tokeniser, self._http_config())
+            http_config = self._http_config(pool)
+            app = create_app(backend, tokeniser, http_config)
             sockets = [socket.socket(fileno=self._spec.http_fd)]
             with stop_on_signals(stop):
-                serving = asyncio.ensure_future(serve_http(app, sockets, self._http_config(), stop, started=started))
+                serving = asyncio.ensure_future(serve_http(app, sockets, http_config, stop, started=started))
                 failing = asyncio.ensure_future(pool.failed.wait())
                 await asyncio.wait([asyncio.ensure_future(started.wait()), serving], return_when="FIRST_COMPLETED")
                 collect_rarely()
@@ -128,13 +128,18 @@ class Router:
         epoch = ranks.highest_epoch
         if config.profile != "auto":
             profile = load_profile(config.profile)
-            cost_model, pulls = profile.cost_model(), _pulls_of(profile, config)
-            kappa = self._kappa = profile.kappa
+            cost_model, kappa = profile.cost_model(), profile.kappa
+            pulls = PullSettings.of_profile(profile, from_any_worker=config.pulls == "any")
         else:
             calibration = await self._calibration(ranks, epoch)
             epoch = max(epoch, calibration.epoch)
             cost_model, kappa = calibration.cost_model, None
-            pulls = _pulls(config, calibration.copy_s_per_token, calibration.copy_latency_s)
+            pulls = PullSettings(
+                s_per_token=calibration.copy_s_per_token,
+                latency_s=calibration.copy_latency_s,
+                from_any_worker=config.pulls == "any",
+            )
+        self._kappa = kappa
         pool = LivePool(
             ranks=ranks,
             control_plane=self._control_plane(layout, cost_model, kappa, pulls, epoch + 1),
@@ -193,12 +198,12 @@ class Router:
         layout: Layout,
         cost_model: CostModel,
         kappa: Mapping[int, float] | None,
-        pulls: PullSettings | None,
+        pulls: PullSettings,
         epoch: int,
     ) -> ControlPlane:
         config = self._config
         policy = make_policy(config.policy)
-        has_replication = config.replication and isinstance(policy, VertumnusPolicy | PaperPolicy)
+        has_replication = config.replication and names_preferred_degrees(policy)
         return ControlPlane(
             layout=layout,
             topology=self._topology,
@@ -212,17 +217,17 @@ class Router:
                 max_sequence_tokens=self._model.max_positions,
                 window_s=config.window_s,
                 replication=ReplicationSettings() if has_replication else None,
-                pull=pulls,
+                pull=None if config.pulls == "none" else pulls,
             ),
             controller=None if config.controller == "none" else make_controller(config.controller, cost_model, kappa),
             epoch=epoch,
         )
 
-    def _http_config(self) -> HttpConfig:
+    def _http_config(self, pool: LivePool) -> HttpConfig:
         config = self._config
         return HttpConfig(
             model_name=config.model_name,
-            max_context_tokens=min(self._model.max_positions, self._blocks_per_rank * config.block_tokens),
+            max_context_tokens=pool.settings.max_tokens,
             vocab_size=self._model.vocab_size,
             stop_token_ids=frozenset(self._model.stop_token_ids),
             api_keys=config.api_keys,
@@ -235,19 +240,8 @@ class Router:
         )
 
 
-def _pulls_of(profile: Profile, config: ServeConfig) -> PullSettings | None:
-    slowest = min(profile.inter_node_bytes_per_s, profile.intra_node_bytes_per_s)
-    return _pulls(config, profile.kv_bytes_per_token / slowest, profile.copy_latency_s)
-
-
-def _pulls(config: ServeConfig, s_per_token: float, latency_s: float) -> PullSettings | None:
-    if config.pulls == "none":
-        return None
-    return PullSettings(s_per_token=s_per_token, latency_s=latency_s, from_any_worker=config.pulls == "any")
-
-
-async def _supervisor_gone(stop: asyncio.Event) -> None:
-    """Sets `stop` when standard input closes: whoever started this is gone."""
+async def _end_with_supervisor() -> None:
+    """Ends this process at once when standard input closes: whoever started it is gone."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while await reader.read(1024):

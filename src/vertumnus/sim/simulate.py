@@ -13,7 +13,7 @@ from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.events import CopyReason
 from vertumnus.core.index.replication import ReplicationSettings
-from vertumnus.core.placement import PaperPolicy, PlacementPolicy, VertumnusPolicy
+from vertumnus.core.placement import PlacementPolicy, names_preferred_degrees
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.pulls import PullSettings
@@ -114,12 +114,7 @@ class SimulationResult:
 def _pull_settings(pulls: Pulls, profile: Profile) -> PullSettings | None:
     if pulls is Pulls.NONE:
         return None
-    slowest = min(profile.inter_node_bytes_per_s, profile.intra_node_bytes_per_s)
-    return PullSettings(
-        s_per_token=profile.kv_bytes_per_token / slowest,
-        latency_s=profile.copy_latency_s,
-        from_any_worker=pulls is Pulls.ANY,
-    )
+    return PullSettings.of_profile(profile, from_any_worker=pulls is Pulls.ANY)
 
 
 @contextmanager
@@ -156,7 +151,7 @@ def simulate(
     topology = Topology(settings.num_gpus, settings.node_gpus)
     blocks_per_rank = settings.blocks_per_rank or profile.kv_capacity_blocks(trace.block_tokens)
     composition = chosen_composition(trace, profile, settings)
-    has_replication = settings.has_replication and isinstance(policy, VertumnusPolicy | PaperPolicy)
+    has_replication = settings.has_replication and names_preferred_degrees(policy)
     layout = lay_out(composition, topology)
     for degree in composition.degrees:
         if degree not in profile.degrees:
