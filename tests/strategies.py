@@ -8,6 +8,7 @@ from tests.builders import BLOCK_TOKENS, play, request, simulated_pool
 from vertumnus.core.composition import compositions
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window
 from vertumnus.core.index import ReplicationSettings
+from vertumnus.core.moves import MoveSettings
 from vertumnus.core.policies import POLICIES
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
@@ -70,6 +71,7 @@ class Scenario:
     drain_timeout_s: float
     is_replicating: bool
     pull: PullSettings | None
+    moves: MoveSettings | None
 
     def pool(self, seed: int = 0) -> SimulatedPool:
         """A fresh pool for this scenario."""
@@ -88,6 +90,7 @@ class Scenario:
             replication=EAGER_REPLICATION if self.is_replicating else None,
             scan_interval_s=0.7,
             pull=self.pull,
+            moves=self.moves,
             seed=seed,
         )
 
@@ -135,4 +138,5 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         drain_timeout_s=draw(st.sampled_from([0.4, 60.0])),
         is_replicating=draw(st.booleans()),
         pull=draw(st.sampled_from([None, *PULLS])),
+        moves=draw(st.sampled_from([None, MoveSettings(min_gain_s=0.0), MoveSettings(gpu_price=0.0)])),
     )

@@ -35,6 +35,7 @@ from vertumnus.core.events import (
     TimerFired,
 )
 from vertumnus.core.index.reports import Removed, Snapshot, Stored
+from vertumnus.core.moves import MoveSettings
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.reconfiguration import ReconfigurationSettings
@@ -293,6 +294,44 @@ def test_the_delay_put_on_longer_queued_work_is_part_of_the_cost():
     assert placement.terms["wait"].tolist() == pytest.approx([11.0, 11.0])
 
 
+# Moving
+
+
+def worker_runs_dry(**parts):
+    """Worker 1 has a running and a waiting request when worker 0 is done, earlier than predicted."""
+    driver = Driver("2x1", **parts)
+    driver.arrive(0, input_tokens=1000)
+    driver.arrive(1, input_tokens=500)
+    driver.arrive(2, input_tokens=100)
+    assert {w.worker_id: w.num_outstanding for w in driver.plane.workers.all()} == {0: 1, 1: 2}
+    actions = driver.finish(0)
+    driver.plane.check_invariants()
+    return driver, actions
+
+
+def test_a_worker_that_runs_dry_takes_over_what_waits_elsewhere():
+    driver, actions = worker_runs_dry(moves=MoveSettings())
+    assert placed_at(actions) == [(2, 0, True)]
+    assert started(actions) == [(0, [2])]
+    driver.finish(1)
+    driver.finish(0)
+    driver.plane.check_invariants()
+    assert all(worker.num_outstanding == worker.queued_tokens == 0 for worker in driver.plane.workers.all())
+
+
+def test_what_was_placed_stays_where_moving_is_not_wanted_or_saves_too_little():
+    assert worker_runs_dry()[1] == []
+    assert worker_runs_dry(moves=MoveSettings(min_gain_s=60.0))[1] == []
+
+
+def test_a_worker_without_room_for_a_request_does_not_take_it_over():
+    driver = Driver("1x1,1x2", moves=MoveSettings(), blocks_per_rank=10)
+    driver.arrive(0, input_tokens=15 * BLOCK_TOKENS)
+    driver.arrive(1, input_tokens=15 * BLOCK_TOKENS)
+    driver.arrive(2)
+    assert placed_at(driver.finish(1)) == []
+
+
 # Waiting for a worker
 
 
@@ -392,6 +431,53 @@ def test_a_started_request_finishes_its_chunks_before_its_worker_parks():
     assert started(driver.finish(0)) == [(0, [0])]
     assert started(driver.finish(0)) == [(0, [0])]
     assert len(only(ActivateGroups, driver.finish(0))) == 1
+
+
+def merge_between_two_chunks(**parts):
+    """Two workers that merge while each is at the first of three chunks of a request, and a third that serves."""
+    driver = Driver("4x1", controller=Towards("1x2,2x1"), step_tokens=40, **parts)
+    driver.arrive(0, input_tokens=100)
+    driver.arrive(1, input_tokens=100)
+    driver.arrive(2, input_tokens=1000)
+    driver.arrive(3, input_tokens=1000)
+    actions = window_ends(driver)
+    return driver, actions
+
+
+def test_a_request_between_two_chunks_goes_on_at_the_merged_worker():
+    driver, _ = merge_between_two_chunks()
+    prompt = request(0, input_tokens=100)
+    driver.report(Stored, 0, parent=None, blocks=tuple(prompt.blocks[:4]))
+    assert only(DropRequest, driver.finish(0)) == [DropRequest(0, 0)]
+    actions = driver.finish(1)
+    assert only(DropRequest, actions) == [DropRequest(1, 1)]
+    (activated,) = only(ActivateGroups, actions)
+    assert driver.plane.num_waiting == 2
+    driver.plane.check_invariants()
+    driver.holds_snapshots = True
+    opened = only(OpenWorker, confirm(driver, activated))[0].worker_id
+    actions = driver.snapshot(opened, (None, tuple(prompt.blocks[:4])))
+    assert placed_at(actions) == [(0, opened, True), (1, opened, True)]
+    (step,) = only(StartStep, actions)
+    assert [(item.start_tokens, item.is_first) for item in step.items] == [(40, True)]
+    assert driver.plane.num_waiting == 0
+    driver.plane.check_invariants()
+
+
+def test_a_request_between_two_chunks_that_is_cancelled_does_not_come_back():
+    driver, _ = merge_between_two_chunks()
+    driver.finish(0)
+    assert driver.tell(RequestCancelled(0)) == []
+    (activated,) = only(ActivateGroups, driver.finish(1))
+    assert [request_id for request_id, *_ in placed_at(confirm(driver, activated))] == [1]
+
+
+def test_a_request_between_two_chunks_is_placed_anew_when_its_merge_is_given_up():
+    driver, _ = merge_between_two_chunks()
+    driver.finish(0)
+    actions = driver.tell(RankFailed(1))
+    assert {request_id for request_id, *_ in placed_at(actions)} == {0, 1}
+    driver.plane.check_invariants()
 
 
 def test_a_drain_that_takes_too_long_gives_the_worker_back():

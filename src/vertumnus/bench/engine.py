@@ -55,6 +55,9 @@ def run(
 ) -> list[dict[str, Any]]:
     """Entries `model, prompt_tokens, prefix_tokens, degree, dtype, p50_s` and the stages of the slowest rank.
 
+    Cold cells of degree 2 have `ceiling` beside their speed-up: what two ranks that run the same prompt at the same
+    time, each by itself, get done in the time of one alone. Where it is below 2 the cores share something.
+
     A cell with a prefix of half the prompt has `predicted_s` beside it: what the cold runs of its degree say of its
     own tokens and attention pairs (eq. 1), fitted as d + c*R + alpha*W.
     """
@@ -65,7 +68,7 @@ def run(
         for suffix in (short_suffix_tokens, longest // 2)
         for path in (PrefixPath.PASS_KV, PrefixPath.PASS_Q)
     ]
-    measured = asyncio.run(_measure(folder, dtype, cells, longest, num_rounds))
+    measured, at_once = asyncio.run(_measure(folder, dtype, cells, longest, num_rounds))
     reference = _transformers(folder, dtype, prompts, num_rounds) if with_transformers else {}
     entries: list[dict[str, Any]] = []
     for cell, outputs in measured.items():
@@ -93,7 +96,7 @@ def run(
                 "rounds_s": seconds,
             }
         )
-    _add_ratios(entries)
+    _add_ratios(entries, at_once)
     for prompt_tokens, seconds in reference.items():
         entries.append(
             {
@@ -174,9 +177,11 @@ def run_large(
 
 async def _measure(
     folder: Path, dtype: str, cells: Sequence[Cell], longest: int, num_rounds: int
-) -> dict[Cell, list[list[StepOutput]]]:
+) -> tuple[dict[Cell, list[list[StepOutput]]], dict[int, list[float]]]:
+    """The outputs of every cell; and by prompt length the seconds of two cold steps of degree 1 at the same time."""
     pool = await start_pool(folder, dtype, num_ranks=2, num_slots=longest // BLOCK_TOKENS + 1)
     found: dict[Cell, list[list[StepOutput]]] = {cell: [] for cell in cells}
+    at_once: dict[int, list[float]] = {cell.prompt_tokens: [] for cell in cells if not cell.prefix_tokens}
     try:
         driver = Driver(pool)
         for cell in cells[:4]:
@@ -187,9 +192,11 @@ async def _measure(
                 is_short = cell.prompt_tokens - cell.prefix_tokens < BLOCK_TOKENS * 4
                 for _ in range(7 if is_short else 1):
                     found[cell].append(await driver.prefill(cell))
+            for prompt_tokens, seconds in at_once.items():
+                seconds.append(await driver.prefill_on_both(prompt_tokens))
     finally:
         await pool.close()
-    return found
+    return found, at_once
 
 
 async def _measure_decode(
@@ -246,15 +253,31 @@ class Driver:
         request = request_for(0, cell.prompt_tokens, cell.prefix_tokens, blocks, path=cell.path)
         return await self.step(cell.degree, [request])
 
-    async def step(self, degree: int, requests: Sequence[StepRequest]) -> list[StepOutput]:
+    async def prefill_on_both(self, prompt_tokens: int) -> float:
+        """Mean seconds of two ranks that run the same cold prompt at the same time, each by itself."""
+        await self._take_up(1)
+        blocks = laid(0, prompt_tokens, 1)
+        both = await asyncio.gather(
+            *(
+                self.step(1, [request_for(rank, prompt_tokens, 0, [(rank, slot) for _, slot in blocks])], rank=rank)
+                for rank in (0, 1)
+            )
+        )
+        return statistics.fmean(outputs[0].timings.total_s for outputs in both)
+
+    async def step(self, degree: int, requests: Sequence[StepRequest], *, rank: int = 0) -> list[StepOutput]:
+        """On the group that `rank` is the first of."""
+        await self._take_up(degree)
+        self._step_id += 1
+        step = Step(step_id=self._step_id, first_rank=rank, degree=degree, epoch=self._epoch, requests=requests)
+        return _accepted(await self._pool.step(step))
+
+    async def _take_up(self, degree: int) -> None:
         if degree != self._degree:
             self._epoch += 1
             geometry = dict.fromkeys(range(0, self._pool.config.num_ranks, degree), degree)
             _accepted(await self._pool.activate(self._epoch, geometry))
             self._degree = degree
-        self._step_id += 1
-        step = Step(step_id=self._step_id, first_rank=0, degree=degree, epoch=self._epoch, requests=requests)
-        return _accepted(await self._pool.step(step))
 
 
 def laid(num_prefix: int, num_new: int, degree: int) -> list[Address]:
@@ -291,8 +314,8 @@ def request_for(
     )
 
 
-def _add_ratios(entries: list[dict[str, Any]]) -> None:
-    """Speed-up over degree 1, and what the cold runs of the same degree predict for a hit."""
+def _add_ratios(entries: list[dict[str, Any]], at_once: dict[int, list[float]]) -> None:
+    """Speed-up over degree 1 and its ceiling, and what the cold runs of the same degree predict for a hit."""
     for entry in entries:
         if entry["path"] != PrefixPath.AUTO.value:
             continue
@@ -303,6 +326,8 @@ def _add_ratios(entries: list[dict[str, Any]]) -> None:
             and all(other[key] == entry[key] for key in ("prompt_tokens", "prefix_tokens", "path"))
         ]
         entry["speedup"] = of_one[0]["p50_s"] / entry["p50_s"]
+        if entry["degree"] == 2 and not entry["prefix_tokens"]:
+            entry["ceiling"] = 2 * of_one[0]["p50_s"] / statistics.median(at_once[entry["prompt_tokens"]])
         cold = [other for other in entries if other["degree"] == entry["degree"] and not other["prefix_tokens"]]
         if entry["prefix_tokens"] and len(cold) >= 2:
             entry["predicted_s"] = _predict(

@@ -93,6 +93,7 @@ class PoolOptions:
     no_replication: bool
     controller: str
     pulls: str
+    moves: str
     kv_blocks: int | None
     queue: str
     step_tokens: int | None
@@ -128,6 +129,7 @@ class PoolOptions:
             has_replication=not self.no_replication,
             controller=self.controller,
             pulls=None if self.pulls == "auto" else Pulls(self.pulls),
+            has_moves=None if self.moves == "auto" else self.moves == "on",
             discipline=Discipline(self.queue),
             step_tokens=self.step_tokens,
             blocks_per_rank=self.kv_blocks,
@@ -199,6 +201,13 @@ _POOL_OPTIONS = (
         show_default=True,
         help="Blocks that a request may have copied in: none, what a split took away, any worker's; auto: any for "
         "our policies unless --no-replication.",
+    ),
+    click.option(
+        "--moves",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Whether queued work moves to workers that run dry; auto: with policy vertumnus.",
     ),
     click.option(
         "--kv-blocks",

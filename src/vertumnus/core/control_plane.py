@@ -54,8 +54,9 @@ from vertumnus.core.index import Match, PrefixIndex, ReportOutcome
 from vertumnus.core.index.replication import CopyKind, PoolLoad, WorkerLoad
 from vertumnus.core.index.reports import CacheReport, Chain, Cleared, Removed, Snapshot, Stored
 from vertumnus.core.long_threshold import LongThreshold
+from vertumnus.core.moves import MoveSettings, Waiting, gain_s, most_to_save
 from vertumnus.core.observation import WindowTracker
-from vertumnus.core.placement import PlacementPolicy, PlacementView
+from vertumnus.core.placement import Placement, PlacementPolicy, PlacementView, choose
 from vertumnus.core.pulls import Puller, PullSettings
 from vertumnus.core.queueing import Discipline, QueuedRequest
 from vertumnus.core.reconciliation import PendingBlocks, assign_prefixes
@@ -97,6 +98,8 @@ class _Handover:
     held: dict[int, tuple[Chain, ...]] = field(default_factory=dict)
     """What the opened ones hold, by worker id."""
     is_committed: bool = False
+    suspended: list[PrefillRequest] = field(default_factory=list)
+    """Requests between two chunks, of sources that merge: they go on once their KV has a worker again."""
 
 
 _ZERO = np.array(0.0)  # of no dimension, as NumPy takes Python numbers more slowly
@@ -269,7 +272,7 @@ class ControlPlane:
     @property
     def num_waiting(self) -> int:
         """Requests that no worker could take yet."""
-        return len(self._waiting)
+        return len(self._waiting) + sum(len(handover.suspended) for handover in self._handovers.values())
 
     # Requests
 
@@ -293,6 +296,28 @@ class ControlPlane:
             return []
         placement = self.policy.place(view)
         worker = self._workers[placement.worker_id]
+        item, actions = self._reserve(request, worker, match, view, placement, is_redirected)
+        if not is_redirected:
+            if self._steering is not None:
+                self._steering.windows.record(now_s, request.input_tokens, item.prefix_tokens, item.service_s)
+            if self._replicator is not None and placement.preferred_degree is not None:
+                record_missed(self.index, match, request.input_tokens, placement.preferred_degree, self.cost_model)
+        steps = self._start_step(worker, now_s)
+        if not steps:
+            self._workers.changed(worker)
+        actions += steps
+        return actions
+
+    def _reserve(
+        self,
+        request: PrefillRequest,
+        worker: Worker,
+        match: Match,
+        view: PlacementView,
+        placement: Placement,
+        is_redirected: bool,
+    ) -> tuple[QueuedRequest, list[Action]]:
+        """Queues a request where it was placed, and asks for the blocks that this counts on."""
         prefix_tokens = int(view.reusable_tokens[placement.row])
         item = QueuedRequest(
             request=request, prefix_tokens=prefix_tokens, service_s=float(view.service_s[placement.row])
@@ -303,18 +328,52 @@ class ControlPlane:
         worker.queue.push(item)
         worker.queued_tokens += request.input_tokens - prefix_tokens
         self._location[request.request_id] = worker.worker_id
-        if not is_redirected:
-            if self._steering is not None:
-                self._steering.windows.record(now_s, request.input_tokens, prefix_tokens, item.service_s)
-            if self._replicator is not None and placement.preferred_degree is not None:
-                record_missed(self.index, match, request.input_tokens, placement.preferred_degree, self.cost_model)
-        actions: list[Action] = [RequestPlaced(request.request_id, worker.worker_id, placement, is_redirected)]
-        actions += pulls
-        steps = self._start_step(worker, now_s)
+        return item, [RequestPlaced(request.request_id, worker.worker_id, placement, is_redirected), *pulls]
+
+    def _move_to(self, idle: Worker, moves: MoveSettings, now_s: float) -> list[Action]:
+        """Gives a worker with nothing to do the queued request of another that gains most by it, if any does."""
+        room = idle.degree * self.settings.blocks_per_rank
+        best: tuple[float, Waiting, Match, PlacementView] | None = None
+        for waiting in most_to_save(self._workers, now_s, moves.max_tried):
+            request = waiting.item.request
+            if best is not None and waiting.saved_s <= best[0]:
+                break
+            if self._num_blocks(request) > room:
+                continue
+            match = self.index.match(request.blocks)
+            view = self._view(request, match, now_s)
+            assert view is not None
+            gained_s = gain_s(
+                moves,
+                waiting,
+                idle,
+                service_s=float(view.service_s[idle.row]),
+                recomputed_gpu_s=self._recomputed_gpu_s(view, idle, waiting.worker),
+            )
+            if gained_s > (moves.min_gain_s if best is None else best[0]):
+                best = gained_s, waiting, match, view
+        if best is None:
+            return []
+        _, waiting, match, view = best
+        taken = waiting.worker.queue.remove(waiting.item.request.request_id)
+        assert taken is waiting.item
+        self._were_taken(waiting.worker, [taken])
+        cost = np.where(view.worker_ids == idle.worker_id, view.service_s, np.inf)
+        placement = choose(view, cost, "a worker with nothing to do took it over")
+        _, actions = self._reserve(taken.request, idle, match, view, placement, True)
+        steps = self._start_step(idle, now_s)
         if not steps:
-            self._workers.changed(worker)
-        actions += steps
-        return actions
+            self._workers.changed(idle)
+        return [*actions, *steps]
+
+    def _recomputed_gpu_s(self, view: PlacementView, here: Worker, there: Worker) -> float:
+        """GPU seconds of the smallest degree for what is cached `there` and would be computed again `here`."""
+        degree = view.smallest_degree
+        here_s, there_s = (
+            self.cost_model.prefill_s(float(view.suffix_tokens[row]), float(view.reusable_tokens[row]), degree)
+            for row in (here.row, there.row)
+        )
+        return degree * max(0.0, here_s - there_s)
 
     def _reason_to_reject(self, request: PrefillRequest) -> str | None:
         limit = self.settings.max_sequence_tokens
@@ -422,6 +481,8 @@ class ControlPlane:
         worker_id = self._location.get(event.request_id)
         if worker_id is None:
             self._waiting = deque(each for each in self._waiting if each[0].request_id != event.request_id)
+            for handover in self._handovers.values():
+                handover.suspended = [each for each in handover.suspended if each.request_id != event.request_id]
             return []
         worker = self._workers[worker_id]
         item = worker.queue.remove(event.request_id)
@@ -505,6 +566,7 @@ class ControlPlane:
         if worker is None:  # lost meanwhile: its requests run elsewhere
             return []
         actions: list[Action] = []
+        merging = self._merging(worker)
         for item in worker.running:
             queued = item.queued
             request_id, length = queued.request.request_id, queued.request.input_tokens
@@ -514,6 +576,8 @@ class ControlPlane:
                 self._location.pop(request_id, None)
                 if item.end_tokens < length:
                     actions.append(DropRequest(worker.worker_id, request_id))
+            elif merging is not None:
+                actions.append(self._suspend(worker, queued, merging))
             else:
                 queued.prefix_tokens = item.end_tokens
                 queued.service_s = self._remaining_s(queued, item.end_tokens, worker.degree)
@@ -522,13 +586,37 @@ class ControlPlane:
         worker.running = []
         worker.running_tokens = 0
         worker.later_s = 0.0
-        steps = self._start_step(worker, now_s)
-        if not steps:
-            self._workers.changed(worker)
-        actions += steps
+        actions += self._go_on(worker, now_s)
         if worker.status is WorkerStatus.DRAINING and not worker.running:
             actions += self._apply(self._reconfiguration.source_drained(worker.group, now_s), now_s)
         return actions
+
+    def _go_on(self, worker: Worker, now_s: float) -> list[Action]:
+        """The next step of a worker that is free: of its own queue, or else of what waits elsewhere."""
+        steps: list[Action] = self._start_step(worker, now_s)
+        if steps:
+            return steps
+        self._workers.changed(worker)
+        moves = self.settings.moves
+        if moves is None or worker.status is not WorkerStatus.ACTIVE or len(worker.queue):
+            return []
+        return self._move_to(worker, moves, now_s)
+
+    def _merging(self, worker: Worker) -> _Handover | None:
+        """The merge that a worker drains for. What it has begun need not end before: a merge moves no KV, so requests
+        between two chunks go on at the merged worker. After a split, either child would lack half of theirs."""
+        if worker.status is not WorkerStatus.DRAINING:
+            return None
+        for operation, handover in self._handovers.items():
+            if operation.kind is OperationKind.MERGE and worker in handover.sources:
+                return handover
+        return None
+
+    def _suspend(self, worker: Worker, queued: QueuedRequest, merging: _Handover) -> DropRequest:
+        request = queued.request
+        del self._location[request.request_id]
+        merging.suspended.append(request)
+        return DropRequest(worker.worker_id, request.request_id)
 
     def _remaining_s(self, queued: QueuedRequest, start_tokens: int, degree: int) -> float:
         """Predicted seconds of what is left of a request once its first `start_tokens` tokens have KV."""
@@ -558,6 +646,8 @@ class ControlPlane:
         if worker.status is WorkerStatus.OPENING:
             self._workers.set_status(worker, WorkerStatus.ACTIVE)
             actions += self._place_waiting(now_s)
+            if not worker.running:
+                actions += self._go_on(worker, now_s)
         return actions
 
     def _place_waiting(self, now_s: float) -> list[Action]:
@@ -623,7 +713,8 @@ class ControlPlane:
         if deadline_s is not None and deadline_s <= now_s:
             actions += self._apply(self._reconfiguration.tick(now_s), now_s)
         if self._steering is not None and self._steering.windows.end_s <= now_s:
-            self._steering.end_window([request for request, _ in self._waiting], now_s)
+            suspended = [each for handover in self._handovers.values() for each in handover.suspended]
+            self._steering.end_window([*(request for request, _ in self._waiting), *suspended], now_s)
             actions += self._move_towards_target(now_s)
         if self._replicator is not None and self._replicator.due_s <= now_s:
             actions += self._advance_scan(self._replicator, now_s)
@@ -672,6 +763,9 @@ class ControlPlane:
                     for worker in self._handovers[operation].sources:
                         self._workers.set_status(worker, WorkerStatus.DRAINING)
                         orphans += self._empty_queue(worker)
+                        merging = self._merging(worker)
+                        if merging is not None:
+                            actions += [self._suspend(worker, each, merging) for each in self._take_started(worker)]
                 case Activate(epoch, groups):
                     actions.append(ActivateGroups(epoch, groups))
                     for group in [group for group in self._serving if any(group.overlaps(new) for new in groups)]:
@@ -691,6 +785,7 @@ class ControlPlane:
                         # What stood in the way may still be there: the next window decides anew.
                         self._steering.target = None
                     handover = self._handovers.pop(operation)
+                    self._resume(handover)
                     for worker in handover.sources:
                         if worker.group in restored:
                             self._workers.set_status(worker, WorkerStatus.ACTIVE)
@@ -705,7 +800,7 @@ class ControlPlane:
                     pass  # the layout changed under the plan; the next window plans anew
         for request in orphans:
             actions += self._admit(request, now_s, is_redirected=True)
-        if any(isinstance(effect, OperationAborted) for effect in effects):
+        if any(isinstance(effect, OperationAborted | GroupLost) for effect in effects):
             actions += self._place_waiting(now_s)
         if any(isinstance(effect, OperationCommitted | OperationAborted) for effect in effects):
             actions += self._move_towards_target(now_s)
@@ -722,10 +817,16 @@ class ControlPlane:
             handover.opening.discard(opened.worker_id)
             if handover.is_committed and not handover.opening:
                 del self._handovers[operation]
+                self._resume(handover)
                 if operation.kind is OperationKind.SPLIT and self.settings.pull is not None:
                     self._assign_prefixes(handover)
                 actions += [self._close_worker(worker) for worker in handover.sources]
         return actions
+
+    def _resume(self, handover: _Handover) -> None:
+        """What was suspended is placed next, before whatever else waits: mostly where its KV is."""
+        self._waiting.extendleft((request, True) for request in reversed(handover.suspended))
+        handover.suspended = []
 
     def _assign_prefixes(self, handover: _Handover) -> None:
         """Gives each prefix that a split worker retained to one of its children, which fetches what it lacks."""
@@ -740,11 +841,19 @@ class ControlPlane:
     def _empty_queue(self, worker: Worker) -> list[PrefillRequest]:
         """Takes what has not started out of a worker's queue, to be placed elsewhere."""
         taken = worker.queue.remove_not_started()
-        worker.queued_tokens -= sum(item.request.input_tokens - item.prefix_tokens for item in taken)
         for item in taken:
             del self._location[item.request.request_id]
-        self._workers.changed(worker)
+        self._were_taken(worker, taken)
         return [item.request for item in taken]
+
+    def _take_started(self, worker: Worker) -> list[QueuedRequest]:
+        taken = worker.queue.remove_started()
+        self._were_taken(worker, taken)
+        return taken
+
+    def _were_taken(self, worker: Worker, items: Sequence[QueuedRequest]) -> None:
+        worker.queued_tokens -= sum(item.request.input_tokens - item.prefix_tokens for item in items)
+        self._workers.changed(worker)
 
     def _lose_worker(self, worker: Worker) -> list[PrefillRequest]:
         """All requests of a worker that failed, but the cancelled; those it was running start again elsewhere."""
@@ -784,7 +893,8 @@ class ControlPlane:
                 reserved[request_id] = worker.worker_id
         if reserved != self._location:
             raise InvariantError("the reservations differ from what is known of the requests' places")
-        if any(request.request_id in reserved for request, _ in self._waiting):
+        suspended = [each for handover in self._handovers.values() for each in handover.suspended]
+        if any(request.request_id in reserved for request in [*(request for request, _ in self._waiting), *suspended]):
             raise InvariantError("a request waits for the pool and at a worker")
         parked = {worker.worker_id for handover in self._handovers.values() for worker in handover.sources}
         for worker in self._workers.all():

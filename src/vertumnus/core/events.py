@@ -153,7 +153,8 @@ class RequestRejected:
 
 @dataclass(frozen=True, slots=True)
 class DropRequest:
-    """A request whose first chunks have run was cancelled: what the pool still holds for it can go."""
+    """A request whose first chunks have run goes on elsewhere later, or was cancelled: what the worker still holds for
+    it can go. What was computed stays cached."""
 
     worker_id: int
     request_id: int

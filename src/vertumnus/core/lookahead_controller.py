@@ -36,10 +36,15 @@ class LookaheadSettings:
     """Share of the predicted mean TTFT that another composition must save."""
     urgent_gain_ratio: float = 0.5
     """Gain at which a single window is reason enough."""
-    min_windows: int = 4
+    min_windows: int = 2
     """Windows of the same traffic before a smaller gain counts."""
+    min_requests: int = 8
+    """Requests of the same traffic before it does."""
+    fine_windows: int = 6
+    """Up to that many, evidence is weighed request by request: a few windows say little of how much windows differ."""
     gain_sigmas: float = 4.0
-    """Standard errors by which a smaller gain must stand out (windows near saturation are far from independent)."""
+    """Standard errors by which a smaller gain must stand out (what follows each other near saturation is far from
+    independent)."""
     half_life_windows: float = 30.0
     """Age at which a window's evidence weighs half."""
     change_sigmas: float = 5.0
@@ -55,7 +60,7 @@ class LookaheadSettings:
         for name in ("min_gain_ratio", "urgent_gain_ratio"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: above 0 and below 1")
-        for name in ("min_windows", "recent_windows", "max_shadows", "backlog_windows"):
+        for name in ("min_windows", "min_requests", "fine_windows", "recent_windows", "max_shadows", "backlog_windows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 1 or more")
         for name in ("gain_sigmas", "half_life_windows", "change_sigmas"):
@@ -86,6 +91,8 @@ class LookaheadController:
     _shadows: Shadows | None = None
     _ttft_sums_s: list[FloatArray] = field(default_factory=list)
     """Per window since the traffic changed, the summed TTFT of its arrivals in every shadow."""
+    _fine_ttft_s: list[FloatArray] = field(default_factory=list)
+    """Of the first of these windows, request by request."""
     _counts: list[int] = field(default_factory=list)
     _entered: Counter[Composition] = field(default_factory=Counter)
     _topology: Topology | None = None
@@ -109,7 +116,10 @@ class LookaheadController:
             arrivals = _with_queued(state.queued, arrivals)
         if len(arrivals) == 0 or self._shadows is None:
             return None
-        self._ttft_sums_s.append(finish(self._shadows.replay(arrivals)).sum(axis=0))
+        ttft_s = finish(self._shadows.replay(arrivals))
+        self._ttft_sums_s.append(ttft_s.sum(axis=0))
+        if len(self._counts) < self.settings.fine_windows:
+            self._fine_ttft_s.append(ttft_s)
         self._counts.append(len(arrivals))
         if len(self._counts) > _MAX_HALF_LIVES * self.settings.half_life_windows:
             del self._counts[0], self._ttft_sums_s[0]
@@ -143,7 +153,9 @@ class LookaheadController:
             return False
         if gain_ratio >= settings.urgent_gain_ratio:
             return True
-        return len(self._counts) >= settings.min_windows and self._sigmas(row, best) >= settings.gain_sigmas
+        if len(self._counts) < settings.min_windows or sum(self._counts) < settings.min_requests:
+            return False
+        return self._sigmas(row, best) >= settings.gain_sigmas
 
     def _weights(self) -> FloatArray:
         """What each window's evidence weighs: its arrivals, halved with every half-life of age."""
@@ -158,7 +170,11 @@ class LookaheadController:
         return mean_ttft_s
 
     def _sigmas(self, worse: int, better: int) -> float:
-        """Standard errors by which two shadows' means differ, from the differences window by window."""
+        """Standard errors by which two shadows' means differ: from the differences request by request at first, later
+        window by window."""
+        if len(self._counts) <= self.settings.fine_windows:
+            differences = np.concatenate([ttft_s[:, worse] - ttft_s[:, better] for ttft_s in self._fine_ttft_s])
+            return float(differences.mean()) / max(_standard_error(differences), 1e-12)
         weights = self._weights()
         weights = weights / weights.sum()
         sums = np.array(self._ttft_sums_s)
@@ -172,7 +188,7 @@ class LookaheadController:
         assert self._shadows is not None
         order = np.argsort(mean_ttft_s, kind="stable")[: self.settings.max_shadows].tolist()
         rows = sorted({*order, *keep})
-        if len(self._counts) >= 2 * self.settings.min_windows:
+        if len(self._counts) > self.settings.fine_windows:
             best = int(mean_ttft_s.argmin())
             hopeless = {
                 row
@@ -183,6 +199,7 @@ class LookaheadController:
         if len(rows) < len(mean_ttft_s):
             self._shadows.keep(rows)
             self._ttft_sums_s = [sums[rows] for sums in self._ttft_sums_s]
+            self._fine_ttft_s = [ttft_s[:, rows] for ttft_s in self._fine_ttft_s]
 
     def _start_anew(self, state: PoolState) -> None:
         """Shadows of everything that could be gone to; what was learnt under other traffic is forgotten."""
@@ -195,6 +212,7 @@ class LookaheadController:
         ]
         self._shadows = Shadows([current, *others], self.cost_model)
         self._ttft_sums_s.clear()
+        self._fine_ttft_s.clear()
         self._counts.clear()
 
     def _remember(self, window: Window) -> bool:
@@ -229,6 +247,18 @@ class LookaheadController:
             errors.append((sum(each.work_squared_s2 for each in part) / num_requests - mean**2) / num_requests)
         # Requests of one length have no variance; what rounding makes of their mean is no news.
         return bool(abs(means[0] - means[1]) > sigmas * np.sqrt(max(sum(errors), 0.0)) + 1e-6 * means[0])
+
+
+def _standard_error(values: FloatArray) -> float:
+    """Of the mean of a series in which each value depends on the one before (an AR(1) process): s*sqrt(k/n) with
+    k = (1 + r)/(1 - r), r the correlation of neighbours where it is positive."""
+    deviations = values - values.mean()
+    variance = float(deviations @ deviations) / len(values)
+    if variance == 0.0:
+        return 0.0
+    correlation = float(deviations[1:] @ deviations[:-1]) / (len(values) * variance)
+    correlation = min(max(correlation, 0.0), 0.99)
+    return float(np.sqrt(variance * (1.0 + correlation) / (1.0 - correlation) / len(values)))
 
 
 def _with_queued(queued: Arrivals, arrivals: Arrivals) -> Arrivals:

@@ -90,8 +90,15 @@ class WorkerQueue:
 
     def remove_not_started(self) -> list[QueuedRequest]:
         """Takes out, in order, every request of which no chunk has run."""
-        taken = [item for item in self._items if not item.started]
-        kept = [(key, item) for key, item in zip(self._keys, self._items, strict=True) if item.started]
+        return self._take_all(lambda item: not item.started)
+
+    def remove_started(self) -> list[QueuedRequest]:
+        """Takes out, in order, every request between two of its chunks."""
+        return self._take_all(lambda item: item.started)
+
+    def _take_all(self, is_wanted: Callable[[QueuedRequest], bool]) -> list[QueuedRequest]:
+        taken = [item for item in self._items if is_wanted(item)]
+        kept = [(key, item) for key, item in zip(self._keys, self._items, strict=True) if not is_wanted(item)]
         self._keys = [key for key, _ in kept]
         self._items = [item for _, item in kept]
         self._cumulative_s = None

@@ -6,6 +6,7 @@ import numpy as np
 
 from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.long_threshold import DEFAULT_LONG_TOKENS
+from vertumnus.core.moves import MoveSettings
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.reconfiguration import ReconfigurationSettings
@@ -40,6 +41,8 @@ class ControlPlaneSettings:
     """From the end of one replication scan to the start of the next."""
     pull: PullSettings | None = None
     """Whether and at what price a placement may count on blocks of other workers; None: pending ones are misses."""
+    moves: MoveSettings | None = None
+    """Whether queued work moves to workers that run dry; None: it stays where it was placed, as in the paper."""
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "blocks_per_rank"):

@@ -117,16 +117,19 @@ class Steering:
     def _operation_cost(self, operation: Operation, now_s: float) -> tuple[float, float]:
         """(predicted drain in seconds, expected reconciliation traffic in blocks) of an operation that starts now.
 
-        The drain lasts until the requests that have begun have ended, chunks to come included. A merge moves no KV; a
-        split leaves about half of every prefix at the other child, weighted by how much of the parent's cache was
-        reused recently.
+        A merge drains until the running step ends, and moves no KV. A split drains until the requests that have begun
+        have ended, chunks to come included, and leaves about half of every prefix at the other child, weighted by how
+        much of the parent's cache was reused recently.
         """
         drain_s = traffic_blocks = 0.0
         for group in operation.sources:
             worker = self._serving.get(group)
             if worker is not None and worker.running:
-                begun_s = sum(item.service_s for item in worker.queue.items() if item.started)
-                drain_s = max(drain_s, max(worker.running_end_s - now_s, 0.0) + worker.later_s + begun_s)
+                worker_s = max(worker.running_end_s - now_s, 0.0)
+                if operation.kind is OperationKind.SPLIT:
+                    begun_s = sum(item.service_s for item in worker.queue.items() if item.started)
+                    worker_s += worker.later_s + begun_s
+                drain_s = max(drain_s, worker_s)
             if worker is not None and operation.kind is OperationKind.SPLIT:
                 traffic_blocks += worker.reused_blocks / 2
         return drain_s, traffic_blocks

@@ -69,6 +69,8 @@ class ServeConfig(BaseModel):
     replication: bool = True
     pulls: Literal["none", "pending", "any"] = "any"
     """Which blocks of other workers a request may have copied in before it is served."""
+    moves: bool = True
+    """Whether queued work moves to workers that run dry."""
     slo: str = "1.0+0.0002L"
 
     max_queued_requests: int = Field(1024, ge=1)

@@ -8,7 +8,7 @@ ranks, and the tokens that come back go to whoever asked.
 
 import asyncio
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -99,6 +99,8 @@ class LivePool:
         """Copies between workers under way, with the ranks that they read and write."""
         self._num_switches = 0
         self._gone: set[int] = set()
+        self._undone: deque[Action] = deque()
+        self._is_performing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
@@ -407,8 +409,18 @@ class LivePool:
             self.telemetry.transition_committed(self._loop.time(), transitions[self._num_transitions - 1])
 
     def _perform(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            self._execute[type(action)](action)
+        """In the order in which they were decided: what follows from an action comes after those decided before it."""
+        self._undone.extend(actions)
+        if self._is_performing:
+            return
+        self._is_performing = True
+        try:
+            while self._undone:
+                action = self._undone.popleft()
+                self._execute[type(action)](action)
+        finally:
+            self._is_performing = False
+            self._undone.clear()
 
     def _report(self, reports: Iterable[CacheReport]) -> None:
         for report in reports:
@@ -449,7 +461,9 @@ class LivePool:
 
     def _drop(self, action: DropRequest) -> None:
         self.caches.drop(action.worker_id, action.request_id)
-        self._attempts.pop(action.request_id, None)
+        request = self._attempts.get(action.request_id)
+        if request is not None and request.is_over:
+            del self._attempts[action.request_id]
         self._retry_stalled()
 
     # Steps

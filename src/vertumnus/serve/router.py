@@ -18,6 +18,7 @@ from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.cost import CostModel
 from vertumnus.core.index.replication import ReplicationSettings
+from vertumnus.core.moves import MoveSettings
 from vertumnus.core.placement import names_preferred_degrees
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import load_profile
@@ -218,6 +219,7 @@ class Router:
                 window_s=config.window_s,
                 replication=ReplicationSettings() if has_replication else None,
                 pull=None if config.pulls == "none" else pulls,
+                moves=MoveSettings() if config.moves else None,
             ),
             controller=None if config.controller == "none" else make_controller(config.controller, cost_model, kappa),
             epoch=epoch,

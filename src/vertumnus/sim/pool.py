@@ -6,6 +6,7 @@ what a real pool could report. Events are ordered by (time, priority, sequence);
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -100,8 +101,12 @@ class SimulatedPool:
         self.now_s = 0.0
         self._heap: list[tuple[float, int, int, Callable[[Any], None], Any]] = []
         self._sequence = 0
+        self._undone: deque[Action] = deque()
+        self._is_performing = False
         self._caches = WorkerCaches(blocks_per_rank, block_tokens)
         self._started: dict[int, tuple[float, int]] = {}
+        self._suspended: dict[int, tuple[float, int]] = {}
+        """What was in `_started` of requests that go on elsewhere."""
         """When the first chunk of a request began, and how many tokens it reused."""
         self._link_free_s: dict[object, float] = {}
         self._timer_s: float | None = None
@@ -205,8 +210,15 @@ class SimulatedPool:
         self._perform(self.control_plane.handle(event, self.now_s))
 
     def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
+        """In the order in which they were decided: what follows from an action comes after those decided before it."""
+        self._undone.extend(actions)
+        if self._is_performing:
+            return
+        self._is_performing = True
+        while self._undone:
+            action = self._undone.popleft()
             self._execute[type(action)](action)
+        self._is_performing = False
 
     def _report(self, reports: Iterable[CacheReport]) -> None:
         """Hands on what a cache reports, after the report delay."""
@@ -224,7 +236,8 @@ class SimulatedPool:
         step = self._caches.begin_step(action)
         for begun in step.items:
             if begun.item.is_first:
-                self._started[begun.item.request.request_id] = (self.now_s, begun.prefix_tokens)
+                request_id = begun.item.request.request_id
+                self._started[request_id] = self._suspended.pop(request_id, (self.now_s, begun.prefix_tokens))
         duration_s = self._costs.step_s(step.work, degree)
         if self._noise_ratio:
             duration_s *= float(np.exp(self._noise.normal(0.0, self._noise_ratio)))
@@ -267,7 +280,7 @@ class SimulatedPool:
 
     def _drop(self, action: DropRequest) -> None:
         self._caches.drop(action.worker_id, action.request_id)
-        del self._started[action.request_id]
+        self._suspended[action.request_id] = self._started.pop(action.request_id)
 
     def _end_request(self) -> None:
         self._num_open -= 1

@@ -13,7 +13,8 @@ from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.events import CopyReason
 from vertumnus.core.index.replication import ReplicationSettings
-from vertumnus.core.placement import PlacementPolicy, names_preferred_degrees
+from vertumnus.core.moves import MoveSettings
+from vertumnus.core.placement import PlacementPolicy, VertumnusPolicy, names_preferred_degrees
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.pulls import PullSettings
@@ -57,6 +58,8 @@ class SimulationSettings:
     """Algorithms 1 and 2 for policies that know a preferred degree."""
     pulls: Pulls | None = None
     """None: `any` for our policies with replication, else `pending`."""
+    has_moves: bool | None = None
+    """Whether queued work moves to workers that run dry; None: for our policy (`vertumnus`) only."""
     controller: str = "lookahead"
     discipline: Discipline = Discipline.SHORTEST
     step_tokens: int | None = None
@@ -117,6 +120,10 @@ def _pull_settings(pulls: Pulls, profile: Profile) -> PullSettings | None:
     return PullSettings.of_profile(profile, from_any_worker=pulls is Pulls.ANY)
 
 
+def _has_moves(settings: SimulationSettings, policy: PlacementPolicy) -> bool:
+    return isinstance(policy, VertumnusPolicy) if settings.has_moves is None else settings.has_moves
+
+
 @contextmanager
 def _without_cycle_collection() -> Iterator[None]:
     """Suspends the search for reference cycles: a run makes millions of objects and hardly any cycle."""
@@ -170,6 +177,7 @@ def simulate(
             max_sequence_tokens=profile.max_sequence_tokens,
             reconfiguration=ReconfigurationSettings(switch_timeout_s=max(10.0, 5 * profile.switch_s)),
             replication=ReplicationSettings() if has_replication else None,
+            moves=MoveSettings() if _has_moves(settings, policy) else None,
             pull=_pull_settings(settings.pulls or (Pulls.ANY if has_replication else Pulls.PENDING), profile),
         ),
         controller=None

@@ -1,0 +1,121 @@
+"""One worker of degree 2, two of degree 1, and adapting between them: a real model on the two cores of one machine.
+
+    python benchmarks/adaptation_real.py MODEL [--plot FILE]
+
+`vertumnus serve` with two prefill ranks and a decode rank, driven by the machinery of `vertumnus replay`: phases of
+many short prompts and phases of few long ones, in turn. One pool at a time, since each takes both cores. All three use
+one profile, measured by the first at its start. Writes benchmarks/results/adaptation-real.json.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from vertumnus import Trace, synthesise
+from vertumnus.bench.environment import environment
+from vertumnus.demo.server import running_server
+from vertumnus.replay.run import ReplaySettings, replay
+
+RESULT = Path(__file__).parent / "results" / "adaptation-real.json"
+VARIANTS = (("adaptive", "2x1", True), ("2x1", "2x1", False), ("1x2", "1x2", False))
+PHASE_S = 60.0
+NUM_PHASES = 4
+TRANSIENT_S = 15.0
+TRAFFIC = {"short_rate_per_s": 1.6, "short_tokens": 384.0, "long_rate_per_s": 0.16, "long_tokens": 2048.0}
+WINDOW_S = 5.0
+MAX_PROMPT_TOKENS = 8000
+VOCAB = 49_000
+
+
+def traffic(seed: int) -> Trace:
+    return synthesise("phases", seed=seed, duration_s=NUM_PHASES * PHASE_S, phase_s=PHASE_S, **TRAFFIC)
+
+
+def run_one(model: Path, composition: str, is_adaptive: bool, trace: Trace, seed: int, log: Path) -> dict[str, object]:
+    arguments = [str(model), "--ranks", "2", "--decode-ranks", "1", "--composition", composition, "--port", "0"]
+    arguments += ["--dtype", "bfloat16", "--threads-per-rank", "1", "--window", str(WINDOW_S)]
+    arguments += ["--controller", "lookahead" if is_adaptive else "none", "--step-tokens", "1024"]
+    with running_server(arguments, log) as server:
+        settings = ReplaySettings(url=server.url, vocab=VOCAB, output_tokens=2, seed=seed)
+        report = replay(trace, settings)
+    measured = report.measured
+    arrival_s = np.array([outcome.scheduled_s for outcome in measured])
+    ttft_s = np.array([outcome.ttft_s for outcome in measured])
+    phase = np.minimum((arrival_s // PHASE_S).astype(int), NUM_PHASES - 1)
+    is_steady = arrival_s - phase * PHASE_S >= TRANSIENT_S
+    found = report.to_json()
+    return {
+        "num_measured": len(measured),
+        "num_failed": found["num_failed"],
+        "mean_ttft_s": float(ttft_s.mean()),
+        "p90_ttft_s": float(np.quantile(ttft_s, 0.9)),
+        "mean_ttft_s_by_phase": [float(ttft_s[phase == each].mean()) for each in range(NUM_PHASES)],
+        "mean_ttft_s_by_phase_without_transients": [
+            float(ttft_s[(phase == each) & is_steady].mean()) for each in range(NUM_PHASES)
+        ],
+        "num_by_phase": [int((phase == each).sum()) for each in range(NUM_PHASES)],
+        "token_hit_ratio": found["token_hit_ratio"],
+        "p99_lag_s": found["p99_lag_s"],
+        "arrival_s": arrival_s.round(2).tolist(),
+        "ttft_s": ttft_s.round(4).tolist(),
+        "log": [line for line in log.read_text().splitlines() if "split" in line or "merge" in line][:40],
+    }
+
+
+def draw(document: dict[str, object], path: str) -> None:
+    """TTFT of every request over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8.5, 4.0), dpi=110)
+    colours = {"adaptive": "#0b6e4f", "2x1": "#c05621", "1x2": "#2b6cb0"}
+    for row in document["results"]:  # type: ignore[attr-defined]
+        label = f"{row['label']}: mean {row['mean_ttft_s']:.2f} s"
+        axes.plot(row["arrival_s"], row["ttft_s"], ".", color=colours[row["label"]], label=label, markersize=4)
+    for number in range(1, NUM_PHASES, 2):
+        axes.axvspan(number * PHASE_S, (number + 1) * PHASE_S, color="#00000010", zorder=0)
+    axes.set_yscale("log")
+    axes.set_xlabel("s of traffic (shaded: few long prompts)")
+    axes.set_ylabel("TTFT, s")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plot", help="write a plot to FILE")
+    options = parser.parse_args()
+    trace = traffic(options.seed)
+    if int(trace.input_tokens.max()) > MAX_PROMPT_TOKENS:
+        parser.error(f"a prompt has {trace.input_tokens.max()} tokens; accepted: at most {MAX_PROMPT_TOKENS}")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for label, composition, is_adaptive in VARIANTS:
+            log = Path(folder) / f"{label}.log"
+            rows.append({"label": label, **run_one(options.model, composition, is_adaptive, trace, options.seed, log)})
+            print({key: value for key, value in rows[-1].items() if key not in ("arrival_s", "ttft_s")}, flush=True)
+    document = {
+        "experiment": "adaptation-real",
+        "traffic": {"kind": "phases", "phase_s": PHASE_S, "num_phases": NUM_PHASES, "seed": options.seed, **TRAFFIC},
+        "window_s": WINDOW_S,
+        "transient_s": TRANSIENT_S,
+        "environment": environment(f"python benchmarks/adaptation_real.py smollm2 --seed {options.seed}"),
+        "results": rows,
+    }
+    RESULT.write_text(json.dumps(document) + "\n")
+    if options.plot:
+        draw(document, options.plot)
+
+
+if __name__ == "__main__":
+    main()
