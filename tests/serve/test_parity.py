@@ -179,8 +179,8 @@ async def live_decisions(plane: RecordingControlPlane, seed: int) -> list[tuple]
 
 
 # Copies take no time here, since the two pools know different links. Beside chunks, of which one would end at the very
-# instant at which a copy does, that would leave their order to chance. Nor is room scarce beside them: the live pool holds
-# what it hands over a moment longer, and evicts something else then.
+# instant at which a copy does, that would leave their order to chance. Nor is room scarce beside them: the live pool
+# holds what it hands over a moment longer, and evicts something else then.
 @pytest.mark.parametrize(("step_tokens", "has_copies"), [(None, True), (100, False)])
 @pytest.mark.parametrize("discipline", Discipline)
 @pytest.mark.parametrize("seed", range(6))

@@ -38,13 +38,15 @@ class LookaheadSettings:
     """Gain at which a single window is reason enough."""
     min_windows: int = 2
     """Windows of the same traffic before a smaller gain counts."""
-    min_requests: int = 8
+    min_requests: int = 6
     """Requests of the same traffic before it does."""
     fine_windows: int = 6
     """Up to that many, evidence is weighed request by request: a few windows say little of how much windows differ."""
     gain_sigmas: float = 4.0
     """Standard errors by which a smaller gain must stand out (what follows each other near saturation is far from
     independent)."""
+    doubt_sigmas: float = 2.0
+    """Standard errors by which each composition's mean TTFT counts as more than it seems, when the best is chosen."""
     half_life_windows: float = 30.0
     """Age at which a window's evidence weighs half."""
     change_sigmas: float = 5.0
@@ -66,6 +68,8 @@ class LookaheadSettings:
         for name in ("gain_sigmas", "half_life_windows", "change_sigmas"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: above 0")
+        if not self.doubt_sigmas >= 0:
+            raise ConfigError(f"doubt_sigmas is {self.doubt_sigmas}; accepted: 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class LookaheadController:
         mean_ttft_s = self._mean_ttft_s()
         # Under the same traffic a composition that was entered twice is not entered a third time.
         spent = [index != row and self._entered[each] >= 2 for index, each in enumerate(self._shadows.compositions)]
-        best = int(np.where(spent, np.inf, mean_ttft_s).argmin())
+        best = self._best(row, np.where(spent, np.inf, mean_ttft_s))
         gain_ratio = 1.0 - float(mean_ttft_s[best] / mean_ttft_s[row])
         proposal = None
         if not state.in_transition and self._is_worth_it(row, best, gain_ratio):
@@ -146,6 +150,14 @@ class LookaheadController:
             )
         self._drop_hopeless(mean_ttft_s, keep=(row, best))
         return proposal
+
+    def _best(self, row: int, mean_ttft_s: FloatArray) -> int:
+        """The composition to go for. Of many that were seen on few requests, the one that looks best is mostly one that
+        was lucky, so that doubt counts against each; but where the pool is far from right, any of the best will do."""
+        best = int(mean_ttft_s.argmin())
+        if mean_ttft_s[best] <= (1.0 - self.settings.urgent_gain_ratio) * mean_ttft_s[row]:
+            return best
+        return int((mean_ttft_s + self.settings.doubt_sigmas * self._standard_errors(row)).argmin())
 
     def _is_worth_it(self, row: int, best: int, gain_ratio: float) -> bool:
         settings = self.settings
@@ -170,18 +182,23 @@ class LookaheadController:
         return mean_ttft_s
 
     def _sigmas(self, worse: int, better: int) -> float:
-        """Standard errors by which two shadows' means differ: from the differences request by request at first, later
-        window by window."""
+        """Standard errors by which two shadows' means differ."""
+        mean_ttft_s = self._mean_ttft_s()
+        error_s = float(self._standard_errors(worse)[better])
+        return float(mean_ttft_s[worse] - mean_ttft_s[better]) / max(error_s, 1e-12)
+
+    def _standard_errors(self, row: int) -> FloatArray:
+        """Of the difference between a shadow's mean TTFT and each other's: from the differences request by request at
+        first, later window by window."""
         if len(self._counts) <= self.settings.fine_windows:
-            differences = np.concatenate([ttft_s[:, worse] - ttft_s[:, better] for ttft_s in self._fine_ttft_s])
-            return float(differences.mean()) / max(_standard_error(differences), 1e-12)
+            ttft_s = np.concatenate(self._fine_ttft_s)
+            return _standard_errors(ttft_s[:, row, None] - ttft_s)
         weights = self._weights()
         weights = weights / weights.sum()
-        sums = np.array(self._ttft_sums_s)
-        differences = (sums[:, worse] - sums[:, better]) / np.array(self._counts)
-        mean = float(weights @ differences)
-        variance = float((weights**2) @ (differences - mean) ** 2)
-        return mean / max(float(np.sqrt(variance)), 1e-12)
+        means = np.array(self._ttft_sums_s) / np.array(self._counts)[:, None]
+        differences = means[:, row, None] - means
+        errors: FloatArray = np.sqrt((weights**2) @ (differences - weights @ differences) ** 2)
+        return errors
 
     def _drop_hopeless(self, mean_ttft_s: FloatArray, keep: Sequence[int]) -> None:
         """Follows the best `max_shadows` compositions only, later those alone that may still turn out best."""
@@ -249,16 +266,16 @@ class LookaheadController:
         return bool(abs(means[0] - means[1]) > sigmas * np.sqrt(max(sum(errors), 0.0)) + 1e-6 * means[0])
 
 
-def _standard_error(values: FloatArray) -> float:
-    """Of the mean of a series in which each value depends on the one before (an AR(1) process): s*sqrt(k/n) with
-    k = (1 + r)/(1 - r), r the correlation of neighbours where it is positive."""
-    deviations = values - values.mean()
-    variance = float(deviations @ deviations) / len(values)
-    if variance == 0.0:
-        return 0.0
-    correlation = float(deviations[1:] @ deviations[:-1]) / (len(values) * variance)
-    correlation = min(max(correlation, 0.0), 0.99)
-    return float(np.sqrt(variance * (1.0 + correlation) / (1.0 - correlation) / len(values)))
+def _standard_errors(values: FloatArray) -> FloatArray:
+    """Of the mean of each column, [n, K] -> [K], where each value depends on the one before (an AR(1) process):
+    s*sqrt(k/n) with k = (1 + r)/(1 - r), r the correlation of neighbours where it is positive."""
+    num_values = len(values)
+    deviations = values - values.mean(axis=0)
+    variance = (deviations**2).mean(axis=0)
+    covariance = (deviations[1:] * deviations[:-1]).sum(axis=0) / num_values
+    correlation = np.clip(covariance / np.maximum(variance, 1e-30), 0.0, 0.99)
+    errors: FloatArray = np.sqrt(variance * (1.0 + correlation) / (1.0 - correlation) / num_values)
+    return errors
 
 
 def _with_queued(queued: Arrivals, arrivals: Arrivals) -> Arrivals:
