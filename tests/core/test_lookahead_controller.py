@@ -11,8 +11,9 @@ from vertumnus.core.composition import Composition, Topology, compositions, lay_
 from vertumnus.core.controller import Arrivals, PoolState, Window
 from vertumnus.core.lookahead_controller import LookaheadController, LookaheadSettings
 from vertumnus.core.profile import load_profile
-from vertumnus.core.rollout import Shadows, finish
+from vertumnus.core.rollout import Shadows
 from vertumnus.core.search_space import searchable_compositions
+from vertumnus.core.slices import finish
 from vertumnus.errors import ConfigError
 
 COST = load_profile().cost_model()

@@ -6,6 +6,7 @@ from tests.builders import BLOCK_TOKENS, chain
 from vertumnus.core.composition import RankGroup
 from vertumnus.core.events import CopyBlocks, CopyReason, StartStep, StepItem
 from vertumnus.core.requests import PrefillRequest
+from vertumnus.core.slices import finish
 from vertumnus.core.worker_caches import WorkerCaches
 
 PATH = chain(1, 2, 3)
@@ -78,3 +79,49 @@ def test_a_copy_whose_destination_is_gone_keeps_nothing():
     assert caches.num_in_use == 0
     caches.open(2, RankGroup(0, 1), 2)
     caches.check_invariants()
+
+
+def two_that_merge() -> WorkerCaches:
+    """Both have PATH, the second a block more."""
+    caches = real_caches(RankGroup(0, 1), RankGroup(1, 1))
+    for worker_id in (0, 1):
+        prefill(caches, worker_id, worker_id)
+        caches.release(worker_id, worker_id)
+    longer = PrefillRequest(9, 0.0, 4 * BLOCK_TOKENS, [*PATH, *chain(4, below=PATH[-1])])
+    caches.begin_step(StartStep(1, 1, (StepItem(longer, 0, longer.input_tokens, True),)))
+    assert caches.finish_step(1) is not None
+    caches.park([0, 1])
+    return caches
+
+
+def test_a_merge_that_was_prepared_in_slices_is_the_merge_at_once(monkeypatch):
+    monkeypatch.setattr("vertumnus.core.block_store.SLICE_BLOCKS", 1)
+    at_once, prepared = two_that_merge(), two_that_merge()
+    assert len(list(prepared.prepare((0, 1)))) > 3
+    assert prepared.open(2, RankGroup(0, 2), 2) == at_once.open(2, RankGroup(0, 2), 2)
+    assert [*prepared.stores[2].blocks()] == [*at_once.stores[2].blocks()]
+    assert prepared.stores[2].num_free == at_once.stores[2].num_free == 16
+    for worker_id in (0, 1):
+        prepared.close(worker_id)
+    prepared.check_invariants()
+
+
+@pytest.mark.parametrize("change", ["lost", "serves again"])
+def test_what_was_prepared_is_not_taken_once_a_rank_has_changed(change):
+    caches = two_that_merge()
+    finish(caches.prepare((0, 1)))
+    caches.close(1)
+    if change == "lost":
+        caches.fail_rank(1)
+        caches.recover_rank(1)
+        expected = 3
+    else:
+        caches.open(2, RankGroup(1, 1), 2)
+        more = PrefillRequest(10, 0.0, BLOCK_TOKENS, chain("else"))
+        caches.begin_step(StartStep(2, 2, (StepItem(more, 0, more.input_tokens, True),)))
+        caches.finish_step(2)
+        caches.park([1])
+        expected = 5
+    snapshot = caches.open(3, RankGroup(0, 2), 3)
+    assert sum(len(blocks) for _, blocks in snapshot.chains) == caches.stores[3].num_resident == expected
+    caches.stores[3].check_invariants()

@@ -8,15 +8,21 @@ never older than one that extends it and the leaves of cold prefixes go before t
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from vertumnus.core.index.reports import Chain
+from vertumnus.core.slices import Slices, finish
 from vertumnus.errors import InvariantError
 
 Address = tuple[int, int]
 _Held = tuple[int, bytes | None]
 """Slot number over all ranks (rank * blocks_per_rank + slot), and the hash of the parent block (None for a root)."""
+
+SLICE_BLOCKS = 2000
+"""Blocks between two yields of sliced work: a few milliseconds."""
 
 
 @dataclass(slots=True)
@@ -125,19 +131,31 @@ class BlockStore:
 
     def chains(self) -> tuple[Chain, ...]:
         """All resident blocks as chains, most recently used first: what a cache snapshot reports."""
+        return finish(self.chaining())
+
+    def chaining(self) -> Slices[tuple[Chain, ...]]:
+        """`chains` in slices; the store must not change in between."""
+        resident = self._resident
         following: dict[bytes, bytes] = {}
         starts = []
-        for block, (_, parent) in reversed(self._resident.items()):
-            if parent is not None and parent in self._resident and parent not in following:
+        for number, (block, (_, parent)) in enumerate(reversed(resident.items()), 1):
+            if parent is not None and parent in resident and parent not in following:
                 following[parent] = block
             else:
                 starts.append((parent, block))
+            if not number % SLICE_BLOCKS:
+                yield
         chains = []
+        num_left = SLICE_BLOCKS
         for parent, first in starts:
             run = [first]
             while (block_after := following.get(run[-1])) is not None:
                 run.append(block_after)
             chains.append((parent, tuple(run)))
+            num_left -= len(run)
+            if num_left <= 0:
+                num_left = SLICE_BLOCKS
+                yield
         return tuple(chains)
 
     def allocate(
@@ -151,7 +169,7 @@ class BlockStore:
         """
         above: list[bytes] = []
         if parent is not None:
-            above = self._path_to(parent)
+            above = _path_to(self._resident, parent)
             self.pin(above)
         if num_reused:
             self.pin(path[:num_reused])
@@ -239,26 +257,53 @@ class BlockStore:
         The stores share no clock, so their LRU orders are merged by relative position: the oldest tenth of the union
         is made of the oldest tenth of each, but for blocks that another store's blocks extend: those stay younger.
         """
+        return finish(BlockStore.merging(stores))
+
+    @staticmethod
+    def merging(stores: Sequence["BlockStore"]) -> "Slices[BlockStore]":
+        """`merged` in slices. The stores must not change in between, and are left as they are."""
         if any(store._pins or store._num_allocated for store in stores):
             raise InvariantError("a store with blocks in use cannot be merged")
+        blocks = [block for store in stores for block in store._resident]
+        entries = [held for store in stores for held in store._resident.values()]
+        yield
+        positions = [np.arange(1, len(store._resident) + 1) / len(store._resident) for store in stores]
+        newest_first = np.argsort(np.concatenate(positions), kind="stable")[::-1].tolist()
+        held: dict[bytes, _Held] = {}
+        """What is kept of each block: its newest copy."""
+        last_met: dict[bytes, int] = {}
+        freed: list[tuple[int, int]] = []
+        """When the next newer copy was met, and the slot."""
+        for number, index in enumerate(newest_first):
+            block = blocks[index]
+            if block in held:
+                freed.append((last_met[block], entries[index][0]))
+            else:
+                held[block] = entries[index]
+            last_met[block] = number
+            if not number % SLICE_BLOCKS:
+                yield
+        kept: dict[bytes, None] = {}
+        for number, (newest, (_, parent)) in enumerate(held.items()):
+            if parent is not None and parent in held and parent not in kept:
+                # What it extends came from another store: it stays the more recent.
+                kept.update(dict.fromkeys(_path_to(held, parent, kept)))
+            kept[newest] = None
+            if not number % SLICE_BLOCKS:
+                yield
+        resident: OrderedDict[bytes, _Held] = OrderedDict()
+        for number, block in enumerate(reversed(kept)):
+            resident[block] = held[block]
+            if not number % SLICE_BLOCKS:
+                yield
         union = BlockStore.__new__(BlockStore)
         union._set(
             tuple(rank for store in stores for rank in store.ranks),
             stores[0].blocks_per_rank,
-            OrderedDict(),
-            {rank: free for store in stores for rank, free in store._free.items()},
+            resident,
+            {rank: free.copy() for store in stores for rank, free in store._free.items()},
         )
-        ordered = sorted(
-            ((position + 1) / len(store._resident), index, position, block)
-            for index, store in enumerate(stores)
-            for position, block in enumerate(store._resident)
-        )
-        for _, index, _, block in ordered:
-            if block in union._resident:
-                union._release([union._resident.pop(block)[0]])
-            union._resident[block] = stores[index]._resident[block]
-            # What it extends may have come from another store: it stays the more recent.
-            union.touch(union._path_to(union._resident[block][1]))
+        union._release([slot for _, slot in sorted(freed, reverse=True)])
         return union
 
     @staticmethod
@@ -292,14 +337,6 @@ class BlockStore:
             raise InvariantError("a free slot is listed at another rank")
         if any(block not in self._resident for block in self._pins):
             raise InvariantError("a block in use is not resident")
-
-    def _path_to(self, block: bytes | None) -> list[bytes]:
-        """The resident blocks on the way to a block, that one last, as far up as none is missing."""
-        path = []
-        while block is not None and block in self._resident:
-            path.append(block)
-            block = self._resident[block][1]
-        return path[::-1]
 
     def _install(self, allocation: Allocation, num_blocks: int) -> None:
         start = allocation.num_resident
@@ -372,6 +409,15 @@ class BlockStore:
         free, blocks_per_rank = self._free, self.blocks_per_rank
         for slot in slots:
             free[slot // blocks_per_rank].append(slot)
+
+
+def _path_to(held: Mapping[bytes, _Held], block: bytes | None, end: Container[bytes] = ()) -> list[bytes]:
+    """The blocks that are held on the way to a block, that one last, as far up as none is missing or in `end`."""
+    path = []
+    while block is not None and block in held and block not in end:
+        path.append(block)
+        block = held[block][1]
+    return path[::-1]
 
 
 def _take(free: list[int], count: int) -> list[int]:

@@ -19,8 +19,9 @@ import numpy as np
 from vertumnus.core.composition import Composition
 from vertumnus.core.controller import Arrivals, PoolState, Proposal, Reason, Window
 from vertumnus.core.cost import CostModel, FloatArray
-from vertumnus.core.rollout import Shadows, finish
+from vertumnus.core.rollout import Shadows
 from vertumnus.core.search_space import searchable_compositions
+from vertumnus.core.slices import finish
 from vertumnus.core.topology import Topology
 from vertumnus.errors import ConfigError
 

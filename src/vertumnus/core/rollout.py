@@ -5,7 +5,7 @@ to the worker of least J (FIFO, prefixes as they were where the request really r
 arrivals, so that their differences are far sharper than their values.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vertumnus.core.composition import Composition
 from vertumnus.core.controller import Arrivals
 from vertumnus.core.cost import CostModel, FloatArray
+from vertumnus.core.slices import Slices
 
 SLICE_REQUESTS = 200
 """Requests replayed between two yields: one to a few milliseconds for tens of compositions."""
@@ -46,7 +47,7 @@ class Shadows:
         self._columns = self._columns[rows, :most]
         self._free_s = self._free_s[rows, :most]
 
-    def replay(self, arrivals: Arrivals) -> Generator[None, None, FloatArray]:
+    def replay(self, arrivals: Arrivals) -> Slices[FloatArray]:
         """Predicted TTFT (wait + service) of every arrival in every shadow: seconds, [num_arrivals, K].
 
         Resumable: yields after every slice and returns the result. Each request goes to the worker of least
@@ -72,13 +73,3 @@ class Shadows:
                 ttft_s[index] = done_s - arrival_s
             yield
         return ttft_s
-
-
-def finish(replay: Generator[None, None, FloatArray]) -> FloatArray:
-    """Runs a replay to its end at once."""
-    while True:
-        try:
-            next(replay)
-        except StopIteration as finished:
-            ttft_s: FloatArray = finished.value
-            return ttft_s

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from vertumnus.core.block_store import Address, Allocation, BlockStore
 from vertumnus.core.composition import RankGroup
 from vertumnus.core.events import CopyBlocks, ReclaimBlocks, StartStep, StepItem
-from vertumnus.core.index.reports import CacheReport, Removed, Snapshot, Stored
+from vertumnus.core.index.reports import CacheReport, Chain, Removed, Snapshot, Stored
 from vertumnus.core.requests import PrefillRequest
+from vertumnus.core.slices import Slices
 from vertumnus.errors import InvariantError
 
 
@@ -120,6 +121,8 @@ class WorkerCaches:
         self._rank_store: dict[int, BlockStore] = {}
         self._copies: dict[int, _Copy] = {}
         self._failed_ranks: set[int] = set()
+        self._prepared: dict[tuple[int, ...], tuple[list[BlockStore], BlockStore, tuple[Chain, ...]]] = {}
+        """By the ranks that a worker is to have: the stores that it will be made of, and what becomes of them."""
 
     @property
     def stores(self) -> dict[int, BlockStore]:
@@ -149,30 +152,53 @@ class WorkerCaches:
         """Blocks that a rank held when it was restored and nobody has opened it yet."""
         return self._rank_store[rank].num_resident
 
+    def prepare(self, ranks: Sequence[int]) -> Slices[None]:
+        """Does the long part of opening a worker beforehand, in slices: the store of ranks that merge. In between these
+        ranks must have nothing to do."""
+        stores = self._stores_of(ranks)
+        is_merge = len(stores) > 1 and all(rank in self._rank_store for rank in ranks)
+        if is_merge and all(rank in ranks for store in stores for rank in store.ranks):
+            union = yield from BlockStore.merging(stores)
+            self._prepared[tuple(ranks)] = stores, union, (yield from union.chaining())
+
     def open(self, worker_id: int, group: RankGroup, epoch: int) -> Snapshot:
         """Groups the ranks' stores, whichever workers they served before; returns what they hold.
 
         No allocation may be left in them: a parked worker's copies and held requests have to be ended first.
         """
         ranks = group.ranks
-        pieces = [self._cut_out(store, ranks) for store in self._stores_of(ranks)]
+        stores = self._stores_of(ranks)
+        sources, store, chains = self._prepared.pop(tuple(ranks), (None, None, None))
+        if store is None or sources != stores:
+            store, chains = self._composed(ranks, stores), None
+        self._forget_prepared(ranks)
+        for rank in ranks:
+            self._rank_store[rank] = store
+        worker = self._workers[worker_id] = _Worker(worker_id, group, epoch, store)
+        return self._snapshot(worker, store.chains() if chains is None else chains)
+
+    def _forget_prepared(self, ranks: Iterable[int]) -> None:
+        """These ranks are not what they were any more."""
+        changed = set(ranks)
+        self._prepared = {key: each for key, each in self._prepared.items() if changed.isdisjoint(key)}
+
+    def _composed(self, ranks: Sequence[int], stores: Sequence[BlockStore]) -> BlockStore:
+        pieces = [self._cut_out(store, ranks) for store in stores]
         new = [rank for rank in ranks if rank not in self._rank_store]
         if new:
             pieces.append(BlockStore(new, self.blocks_per_rank))
-        store = pieces[0] if len(pieces) == 1 else BlockStore.merged(pieces)
-        for rank in ranks:
-            self._rank_store[rank] = store
-        self._workers[worker_id] = _Worker(worker_id, group, epoch, store)
-        snapshot = self.snapshot(worker_id)
-        assert snapshot is not None
-        return snapshot
+        return pieces[0] if len(pieces) == 1 else BlockStore.merged(pieces)
 
     def snapshot(self, worker_id: int) -> Snapshot | None:
         """All that a worker holds, as its next report; None if it is gone."""
         worker = self._workers.get(worker_id)
         if worker is None:
             return None
-        return Snapshot(worker_id=worker_id, epoch=worker.epoch, sequence=_next(worker), chains=worker.store.chains())
+        return self._snapshot(worker, worker.store.chains())
+
+    @staticmethod
+    def _snapshot(worker: _Worker, chains: tuple[Chain, ...]) -> Snapshot:
+        return Snapshot(worker_id=worker.worker_id, epoch=worker.epoch, sequence=_next(worker), chains=chains)
 
     def workers_on(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """The workers with any of these ranks."""
@@ -214,6 +240,7 @@ class WorkerCaches:
         Returns the copies from and to the worker, which are called off, and the requests that it held.
         """
         self._failed_ranks.add(rank)
+        self._forget_prepared([rank])
         copies: list[int] = []
         held: list[int] = []
         for worker in self._workers.values():

@@ -649,6 +649,8 @@ class LivePool:
     async def _take_up_group(self, epoch: int, group: RankGroup) -> bool:
         is_ok = await self._driver.try_activate(epoch, [group])
         if is_ok:
+            for _ in self.caches.prepare(group.ranks):
+                await asyncio.sleep(0)
             for rank in group.ranks:
                 self._tell(RankConfirmed(rank, epoch))
         return is_ok

@@ -14,8 +14,9 @@ from vertumnus.core.capacity import LengthMix
 from vertumnus.core.composition import Composition, Topology, initial_composition
 from vertumnus.core.controller import Arrivals
 from vertumnus.core.profile import Profile
-from vertumnus.core.rollout import Shadows, finish
+from vertumnus.core.rollout import Shadows
 from vertumnus.core.search_space import searchable_compositions
+from vertumnus.core.slices import finish
 from vertumnus.core.slo import Slo
 from vertumnus.errors import ConfigError
 from vertumnus.workload.reuse import block_reuse
