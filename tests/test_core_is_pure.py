@@ -28,6 +28,7 @@ BELOW = {
     "sim": {"sim", "workload", "core", "errors"},
     "engine": {"engine", "errors"},
     "serve": {"serve", "engine", "core", "errors"},
+    "profiling": {"profiling", "serve", "engine", "workload", "core", "errors"},
     "demo": {"demo", "workload", "core", "errors"},
     "replay": {"replay", "workload", "core", "errors"},
 }

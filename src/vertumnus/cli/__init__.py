@@ -14,6 +14,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "simulate": ("vertumnus.cli.simulate", "Replay a trace through a simulated prefill pool."),
     "compare": ("vertumnus.cli.compare", "The same trace through several policies and rates, in one table."),
     "plan": ("vertumnus.cli.plan", "Composition, capacity and headroom for this traffic."),
+    "profile": ("vertumnus.cli.profile", "Measure what a model costs here, or fit a log of measured times."),
     "serve": ("vertumnus.cli.serve", "A model behind OpenAI's API; workers split and merge online."),
     "replay": ("vertumnus.cli.replay", "Send a trace to a live endpoint and say what its clients saw."),
     "model": ("vertumnus.cli.model", "A small real model to try things on."),

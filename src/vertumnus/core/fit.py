@@ -95,6 +95,19 @@ def fit_uniform(samples: Sequence[PrefillSample], *, relative: bool = True) -> F
     return _fit(dict.fromkeys(degrees, Coefficients(**dict(zip(_SYMBOLS, values, strict=True)))), samples)
 
 
+def fit_fixed_per_degree(samples: Sequence[PrefillSample], *, relative: bool = True) -> Fit:
+    """Coefficients of which d alone differs by degree: a larger degree costs short prompts more to set up, and the rest
+    is as the paper has it. Raises ConfigError as `fit_uniform`."""
+    degrees = _degrees(samples)
+    design = _design(samples)
+    symbols = [*(f"d at degree {degree}" for degree in degrees), *_SYMBOLS[1:]]
+    is_at = np.array([[sample.degree == degree for degree in degrees] for sample in samples], dtype=np.float64)
+    values = _solve(np.column_stack([is_at, design[:, 1:]]), symbols, samples, relative).tolist()
+    shared = dict(zip(_SYMBOLS[1:], values[len(degrees) :], strict=True))
+    coefficients = {degree: Coefficients(d=d, **shared) for degree, d in zip(degrees, values, strict=False)}
+    return _fit(coefficients, samples)
+
+
 def fit_per_degree(samples: Sequence[PrefillSample], *, relative: bool = True) -> Fit:
     """Coefficients of which d, a and b differ by degree and alpha is shared.
 

@@ -70,11 +70,11 @@ async def calibrate(
         answer = await ranks.activate(epoch, {0: degree})
         if isinstance(answer, Refusal):
             raise CalibrationFailed(f"degree {degree} cannot be measured: {answer.detail}")
-        await _run(ranks, group, epoch, block_tokens, long // 4, 0)  # the first one warms up
+        await time_step(ranks, group, epoch, block_tokens, [(long // 4, 0)])  # the first one warms up
         for suffix_tokens, prefix_tokens in cells * NUM_ROUNDS:
-            seconds = await _run(ranks, group, epoch, block_tokens, suffix_tokens, prefix_tokens)
+            seconds = await time_step(ranks, group, epoch, block_tokens, [(suffix_tokens, prefix_tokens)])
             samples.append(PrefillSample(degree, suffix_tokens, prefix_tokens, seconds))
-    latency_s, per_block_s = await _measure_copies(ranks, min(blocks_per_rank // 2, 64))
+    latency_s, per_block_s = await time_copies(ranks, min(blocks_per_rank // 2, 64), destination=1)
     return Calibration(
         cost_model=CostModel(fit_per_degree(samples).coefficients),
         copy_s_per_token=per_block_s / block_tokens,
@@ -83,14 +83,14 @@ async def calibrate(
     )
 
 
-async def _measure_copies(ranks: Ranks, num_blocks: int) -> tuple[float, float]:
-    """(seconds of any copy, seconds more for each block), from rank 0 to rank 1: there is a decode rank at least."""
+async def time_copies(ranks: Ranks, num_blocks: int, *, destination: int) -> tuple[float, float]:
+    """(seconds of any copy, seconds more for each block), from rank 0 to another. Raises CalibrationFailed."""
     medians = []
     for count in (1, num_blocks):
         seconds = []
         for _ in range(3):
             started_s = time.perf_counter()
-            answer = await ranks.copy_blocks(0, list(range(count)), 1, list(range(count)))
+            answer = await ranks.copy_blocks(0, list(range(count)), destination, list(range(count)))
             if isinstance(answer, Refusal):
                 raise CalibrationFailed(f"a copy cannot be measured: {answer.detail}")
             seconds.append(time.perf_counter() - started_s)
@@ -99,18 +99,27 @@ async def _measure_copies(ranks: Ranks, num_blocks: int) -> tuple[float, float]:
     return medians[0], per_block_s
 
 
-async def _run(
-    ranks: Ranks, group: RankGroup, epoch: int, block_tokens: int, suffix_tokens: int, prefix_tokens: int
+async def time_step(
+    ranks: Ranks, group: RankGroup, epoch: int, block_tokens: int, work: Sequence[tuple[int, int]]
 ) -> float:
-    """Seconds of one step. What the prefix's slots hold is of no concern."""
-    num_blocks = -(-(suffix_tokens + prefix_tokens) // block_tokens)
-    per_rank = -(-num_blocks // group.degree)
-    blocks = [(group.first_rank + number // per_rank, number % per_rank) for number in range(num_blocks)]
-    request = StepRequest(request_id=0, token_ids=[1] * suffix_tokens, num_prefix_tokens=prefix_tokens, blocks=blocks)
+    """Seconds of one step over requests of (R, P) each. What the prefixes' slots hold is of no concern. Raises
+    CalibrationFailed."""
+    requests = []
+    next_slot = 0
+    for number, (suffix_tokens, prefix_tokens) in enumerate(work):
+        num_blocks = -(-(suffix_tokens + prefix_tokens) // block_tokens)
+        per_rank = -(-num_blocks // group.degree)
+        blocks = [(group.first_rank + block // per_rank, next_slot + block % per_rank) for block in range(num_blocks)]
+        next_slot += per_rank
+        requests.append(
+            StepRequest(
+                request_id=number, token_ids=[1] * suffix_tokens, num_prefix_tokens=prefix_tokens, blocks=blocks
+            )
+        )
     started_s = time.perf_counter()
     answer = await ranks.step(
-        Step(step_id=0, first_rank=group.first_rank, degree=group.degree, epoch=epoch, requests=[request])
+        Step(step_id=0, first_rank=group.first_rank, degree=group.degree, epoch=epoch, requests=requests)
     )
     if isinstance(answer, Refusal):
-        raise CalibrationFailed(f"a step of {suffix_tokens} tokens cannot be measured: {answer.detail}")
+        raise CalibrationFailed(f"a step of {list(work)} tokens (new, cached) cannot be measured: {answer.detail}")
     return time.perf_counter() - started_s
