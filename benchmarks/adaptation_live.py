@@ -28,6 +28,7 @@ from vertumnus.replay.prompts import Prompts
 from vertumnus.replay.run import ReplaySettings, replay
 from vertumnus.serve.generation import GenerationRequest
 from vertumnus.serve.live_backend import Watch
+from vertumnus.validation.virtual_time import run_virtually
 from vertumnus.workload.trace import FloatArray
 
 RESULT = Path(__file__).parent / "results" / "adaptation-live.json"
@@ -110,29 +111,9 @@ def run_one(label: str, composition: str, is_adaptive: bool, seed: int) -> dict[
     }
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its clock jumps to the next timer as soon as there is nothing left to do: no machine is too slow for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now_s = 0.0
-
-    def time(self) -> float:
-        return self._now_s
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self._now_s = max(self._now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
-        super()._run_once()  # type: ignore[misc]
-
-
-def run_virtually(label: str, composition: str, is_adaptive: bool, seed: int) -> dict[str, Any]:
+def play_virtually(label: str, composition: str, is_adaptive: bool, seed: int) -> dict[str, Any]:
     """The same pool without HTTP, on a virtual clock: what the decisions alone make of it."""
-    loop = VirtualLoop()
-    try:
-        return loop.run_until_complete(_play_virtually(label, spec_of(composition, is_adaptive), seed))
-    finally:
-        loop.close()
+    return run_virtually(_play_virtually(label, spec_of(composition, is_adaptive), seed))
 
 
 async def _play_virtually(label: str, spec: StubRouterSpec, seed: int) -> dict[str, Any]:
@@ -224,7 +205,7 @@ def main() -> None:
     result = RESULT.with_name("adaptation-virtual.json") if options.virtual else RESULT
     if not options.plot_only:
         with ProcessPoolExecutor(2 if options.virtual else len(VARIANTS), mp_context=get_context("spawn")) as executor:
-            run = run_virtually if options.virtual else run_one
+            run = play_virtually if options.virtual else run_one
             jobs = [executor.submit(run, *variant, options.seed) for variant in VARIANTS]
             rows = [job.result() for job in jobs]
         document = {

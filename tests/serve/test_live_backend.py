@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.live_builders import asked, prompt, stub_pool
 from tests.serve.test_live_pool import COMPOSITIONS, arrivals, play, read, until_idle, upsets
-from tests.serve.virtual_time import run_virtually
 
 from vertumnus.core.composition import Composition
 from vertumnus.core.index.replication import ReplicationSettings
@@ -23,6 +22,7 @@ from vertumnus.serve import metric_families as families
 from vertumnus.serve.errors import Overloaded
 from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.metrics import Metrics, slo_verdict
+from vertumnus.validation.virtual_time import run_virtually
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

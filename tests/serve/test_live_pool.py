@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.builders import COST_MODEL
 from tests.serve.live_builders import asked, check_idle, expected, prompt, stub_pool
-from tests.serve.virtual_time import run_virtually
 
 from vertumnus.core.composition import Composition
 from vertumnus.core.index.replication import ReplicationSettings
@@ -18,6 +17,7 @@ from vertumnus.serve.errors import DeadlineExceeded, Overloaded, PoolFailed, Req
 from vertumnus.serve.generation import FinishReason, Generation, GenerationRequest
 from vertumnus.serve.live_pool import LivePool
 from vertumnus.serve.stub_ranks import StubSpeed
+from vertumnus.validation.virtual_time import run_virtually
 
 
 async def read(generation: Generation) -> list[int]:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from tests.builders import BLOCK_TOKENS, ObservedControlPlane, profile
 from tests.serve.live_builders import HASH_KEY, asked, check_idle
-from tests.serve.virtual_time import run_virtually
 
 from vertumnus.core.composition import Composition, Topology, lay_out
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window
@@ -34,6 +33,7 @@ from vertumnus.serve.live_pool import LivePool
 from vertumnus.serve.live_settings import LiveSettings
 from vertumnus.serve.stub_ranks import StubRanks, StubSpeed
 from vertumnus.sim.pool import SimulatedPool
+from vertumnus.validation.virtual_time import run_virtually
 
 COMPOSITION = Composition.parse("4x1,2x2")
 # No round numbers: where two things end at the same instant, their order is left to chance.

@@ -28,6 +28,7 @@ from vertumnus.core.controller import Controller, PoolState, Proposal, Window
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.cost import Coefficients, CostModel
 from vertumnus.core.index.replication import ReplicationSettings
+from vertumnus.core.moves import MoveSettings
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import load_profile
 from vertumnus.core.pulls import PullSettings
@@ -66,10 +67,12 @@ class StubRouterSpec:
     block_tokens: int = 32
     blocks_per_rank: int = 8192
     step_tokens: int | None = 8192
+    queue: str = "shortest"
     controller: str | None = None
     window_s: float = 20.0
     has_replication: bool = True
     has_pulls: bool = True
+    has_moves: bool = True
     max_queued_requests: int = 8192
 
 
@@ -234,7 +237,7 @@ def stub_pool(spec: StubRouterSpec, watch: Watch) -> tuple[LivePool, _TimedContr
             settings=ControlPlaneSettings(
                 block_tokens=spec.block_tokens,
                 blocks_per_rank=spec.blocks_per_rank,
-                discipline=Discipline.SHORTEST,
+                discipline=Discipline(spec.queue),
                 step_tokens=spec.step_tokens,
                 window_s=spec.window_s,
                 replication=ReplicationSettings() if spec.has_replication else None,
@@ -243,6 +246,7 @@ def stub_pool(spec: StubRouterSpec, watch: Watch) -> tuple[LivePool, _TimedContr
                 )
                 if spec.has_pulls
                 else None,
+                moves=MoveSettings() if spec.has_moves else None,
             ),
             controller=controller,
             epoch=1,

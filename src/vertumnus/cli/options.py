@@ -92,6 +92,7 @@ class PoolOptions:
     fixed: bool
     no_replication: bool
     controller: str
+    window: float
     pulls: str
     moves: str
     kv_blocks: int | None
@@ -128,6 +129,7 @@ class PoolOptions:
             is_fixed=self.fixed,
             has_replication=not self.no_replication,
             controller=self.controller,
+            window_s=self.window,
             pulls=None if self.pulls == "auto" else Pulls(self.pulls),
             has_moves=None if self.moves == "auto" else self.moves == "on",
             discipline=Discipline(self.queue),
@@ -193,6 +195,14 @@ _POOL_OPTIONS = (
         default="lookahead",
         show_default=True,
         help="What adapts the composition: ours, or the paper's.",
+    ),
+    click.option(
+        "--window",
+        type=FiniteRange(0, min_open=True),
+        default=20.0,
+        show_default=True,
+        help="Seconds that the controller observes at a time.",
+        metavar="S",
     ),
     click.option(
         "--pulls",

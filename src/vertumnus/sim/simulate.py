@@ -61,6 +61,8 @@ class SimulationSettings:
     has_moves: bool | None = None
     """Whether queued work moves to workers that run dry; None: for our policy (`vertumnus`) only."""
     controller: str = "lookahead"
+    window_s: float = 20.0
+    """Observation window of the controller."""
     discipline: Discipline = Discipline.SHORTEST
     step_tokens: int | None = None
     blocks_per_rank: int | None = None
@@ -175,6 +177,7 @@ def simulate(
             discipline=settings.discipline,
             step_tokens=settings.step_tokens,
             max_sequence_tokens=profile.max_sequence_tokens,
+            window_s=settings.window_s,
             reconfiguration=ReconfigurationSettings(switch_timeout_s=max(10.0, 5 * profile.switch_s)),
             replication=ReplicationSettings() if has_replication else None,
             moves=MoveSettings() if _has_moves(settings, policy) else None,

@@ -1,9 +1,11 @@
-"""An event loop whose clock jumps to the next timer as soon as nothing is left to do: hours pass in milliseconds."""
+"""An event loop whose clock jumps to the next timer as soon as nothing is left to do: hours pass in seconds."""
 
 import asyncio
 import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from vertumnus.errors import InvariantError
 
 T = TypeVar("T")
 
@@ -16,7 +18,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._virtual_s = 0.0
         self._num_timers = 0
 
-    def call_at(self, when, callback, *args, context=None):
+    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:  # type: ignore[override]
         # Timers of one instant go off in the order in which they were set.
         self._num_timers += 1
         return super().call_at(when + self._num_timers * 1e-13, callback, *args, context=context)
@@ -25,18 +27,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._virtual_s
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:
-            self._virtual_s = max(self._virtual_s, self._scheduled[0].when())
-        super()._run_once()
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self._virtual_s = max(self._virtual_s, self._scheduled[0].when())  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run. Fails if a task is left, as it would be forgotten silently."""
+    """As asyncio.run. Raises InvariantError if a task is left, as it would be forgotten silently."""
     loop = VirtualTimeLoop()
     try:
         result = loop.run_until_complete(main)
         left = asyncio.all_tasks(loop)
-        assert not left, f"tasks are left: {left}"
+        if left:
+            raise InvariantError(f"tasks are left: {left}")
         return result
     finally:
         for task in asyncio.all_tasks(loop):
