@@ -32,6 +32,17 @@ def test_memory_that_the_host_has_not_is_a_named_error():
         KvMemory(0, 1)
 
 
+@pytest.mark.parametrize(
+    ("limit", "available"), [("max", 8 << 20), (str(5 << 20), 2 << 20), (str(1 << 20), 0), (str(64 << 20), 8 << 20)]
+)
+def test_a_container_has_no_more_than_its_control_group(tmp_path, limit, available):
+    (tmp_path / "meminfo").write_text(f"MemTotal: 99999 kB\nMemAvailable: {8 << 10} kB\n")
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{3 << 20}\n")
+    assert available_bytes(tmp_path / "meminfo", tmp_path) == available
+    assert available_bytes(tmp_path / "nothing", tmp_path / "nothing") is None
+
+
 def test_memory_of_a_process_that_is_gone_or_another_one_is_a_named_error():
     handle = KvMemory(1, 1).handle
     with pytest.raises(CopyFailed, match="gone"):

@@ -19,7 +19,7 @@ from vertumnus.core.slo import Slo
 from vertumnus.core.threshold_controller import ThresholdController
 from vertumnus.errors import ConfigError
 from vertumnus.serve import metric_families as families
-from vertumnus.serve.errors import Overloaded
+from vertumnus.serve.errors import Overloaded, ShuttingDown
 from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.metrics import Metrics, slo_verdict
 from vertumnus.validation.virtual_time import run_virtually
@@ -371,7 +371,11 @@ def test_orders():
         assert not backend.is_ready
         await read(generation)
         assert await backend.drain(None) == {"draining": True, "num_open": 0}
-        pool.resume()
+        with pytest.raises(ShuttingDown):
+            pool.submit(asked(prompt(1, 10)))
+        assert backend.resume() == {"draining": False, "num_open": 0}
+        assert backend.is_ready
+        await read(pool.submit(asked(prompt(1, 10))))
 
     with_backend(body)
 

@@ -23,6 +23,7 @@ from vertumnus.core.composition import (
 from vertumnus.core.controller import Controller, HoldingController, Proposal, Window
 from vertumnus.core.copies import CopyLedger
 from vertumnus.core.cost import CostModel, DegreeCosts, FloatArray, chunked_prefill_s
+from vertumnus.core.drift import Drift
 from vertumnus.core.events import (
     Action,
     ActivateGroups,
@@ -123,6 +124,7 @@ class ControlPlane:
         self.settings = settings
         self.cost_model = cost_model
         self.policy = policy
+        self.drift = Drift(cost_model, settings.refit)
         self.transitions: list[Transition] = []
         self._reconfiguration = Reconfiguration(
             layout, topology, degrees=cost_model.degrees, settings=settings.reconfiguration, epoch=epoch
@@ -557,7 +559,9 @@ class ControlPlane:
                 if self._replicator is not None and num_reused:
                     self.index.record_access(item.queued.request.blocks[:num_reused], worker.degree)
             work.append((item.end_tokens - prefix, prefix))
-        worker.running_end_s = now_s + self.cost_model.step_s(work, worker.degree)
+        worker.step_started_s = now_s
+        worker.step_predicted_s = self.cost_model.step_s(work, worker.degree)
+        worker.running_end_s = now_s + worker.step_predicted_s
         self._workers.changed(worker)
         return []
 
@@ -566,6 +570,7 @@ class ControlPlane:
         if worker is None:  # lost meanwhile: its requests run elsewhere
             return []
         actions: list[Action] = []
+        self._note_step(worker, now_s)
         merging = self._merging(worker)
         for item in worker.running:
             queued = item.queued
@@ -590,6 +595,20 @@ class ControlPlane:
         if worker.status is WorkerStatus.DRAINING and not worker.running:
             actions += self._apply(self._reconfiguration.source_drained(worker.group, now_s), now_s)
         return actions
+
+    def _note_step(self, worker: Worker, now_s: float) -> None:
+        """Compares a finished step with its prediction, and corrects the cost model where that is wanted."""
+        if worker.step_predicted_s <= 0:
+            return
+        degree = worker.degree
+        self.drift.record(degree, worker.step_predicted_s, now_s - worker.step_started_s)
+        worker.step_predicted_s = 0.0
+        corrected = self.drift.corrected(degree) if self.settings.refit is not None else None
+        if corrected is not None:
+            self.cost_model = corrected
+            self._workers.use_costs(corrected)
+            if self._steering is not None:
+                self._steering.use_costs(corrected)
 
     def _go_on(self, worker: Worker, now_s: float) -> list[Action]:
         """The next step of a worker that is free: of its own queue, or else of what waits elsewhere."""

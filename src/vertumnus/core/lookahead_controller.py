@@ -160,6 +160,12 @@ class LookaheadController:
             return best
         return int((mean_ttft_s + self.settings.doubt_sigmas * self._standard_errors(row)).argmin())
 
+    def use_costs(self, cost_model: CostModel) -> None:
+        """Another cost model: what was learnt with the old one is forgotten."""
+        self.cost_model = cost_model
+        self._shadows = None
+        self._traffic.clear()
+
     def _is_worth_it(self, row: int, best: int, gain_ratio: float) -> bool:
         settings = self.settings
         if best == row or gain_ratio < settings.min_gain_ratio:

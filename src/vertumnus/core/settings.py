@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vertumnus.core.drift import RefitSettings
 from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.long_threshold import DEFAULT_LONG_TOKENS
 from vertumnus.core.moves import MoveSettings
@@ -41,6 +42,8 @@ class ControlPlaneSettings:
     """From the end of one replication scan to the start of the next."""
     pull: PullSettings | None = None
     """Whether and at what price a placement may count on blocks of other workers; None: pending ones are misses."""
+    refit: RefitSettings | None = None
+    """Whether the cost model follows what steps really take; None: it stays the profile's."""
     moves: MoveSettings | None = None
     """Whether queued work moves to workers that run dry; None: it stays where it was placed, as in the paper."""
 

@@ -10,6 +10,8 @@ import numpy as np
 
 from vertumnus.core.composition import Composition, Operation, OperationKind, RankGroup, plan_towards
 from vertumnus.core.controller import Arrivals, Controller, PoolState, Proposal, Window
+from vertumnus.core.cost import CostModel
+from vertumnus.core.lookahead_controller import LookaheadController
 from vertumnus.core.observation import WindowTracker
 from vertumnus.core.reconfiguration import Reconfiguration
 from vertumnus.core.requests import PrefillRequest
@@ -65,6 +67,11 @@ class Steering:
         if proposal is not None:
             self.target = proposal.target
             self.last_proposal = proposal
+
+    def use_costs(self, cost_model: CostModel) -> None:
+        """For a controller that predicts times itself."""
+        if isinstance(self.controller, LookaheadController):
+            self.controller.use_costs(cost_model)
 
     def operations(self, now_s: float) -> list[Operation]:
         """What can start now on the way to the target, within the share of GPUs that may switch at once."""

@@ -46,6 +46,9 @@ class Worker:
     status: WorkerStatus = WorkerStatus.OPENING
     running: list[RunningItem] = field(default_factory=list)
     running_end_s: float = 0.0
+    step_started_s: float = 0.0
+    step_predicted_s: float = 0.0
+    """Of the running step: when it began, and what it takes by the cost model with the prefixes really there."""
     running_tokens: int = 0
     later_s: float = 0.0
     """Predicted seconds of the running requests' further chunks, which neither run nor queue."""
@@ -105,6 +108,11 @@ class WorkerTable:
 
     def set_status(self, worker: Worker, status: WorkerStatus) -> None:
         worker.status = status
+        self._rebuild()
+
+    def use_costs(self, cost_model: CostModel) -> None:
+        """Binds the candidates to another cost model; what is reserved already keeps the seconds it has."""
+        self._cost_model = cost_model
         self._rebuild()
 
     def changed(self, worker: Worker) -> None:

@@ -6,6 +6,7 @@ of them, however they end.
 
 import mmap
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -87,12 +88,15 @@ def host_id() -> str:
     return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def available_bytes() -> int | None:
-    """What the host could still give, by its own account; None where it gives none."""
-    try:
-        return bytes_in(Path("/proc/meminfo"), "MemAvailable")
-    except OSError:
-        return None
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the host could still give, and the control group that a container has; None where neither says."""
+    found = []
+    with suppress(OSError):
+        found.append(bytes_in(meminfo, "MemAvailable"))
+    with suppress(OSError, ValueError):  # "max", which is no number: without a limit
+        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
+        found.append(max(0, limit - int((cgroup / "memory.current").read_text(encoding="ascii"))))
+    return min((each for each in found if each is not None), default=None)
 
 
 def bytes_in(path: Path, field: str) -> int | None:

@@ -69,6 +69,8 @@ class ServeConfig(BaseModel):
     replication: bool = True
     pulls: Literal["none", "pending", "any"] = "any"
     """Which blocks of other workers a request may have copied in before it is served."""
+    refit: bool = False
+    """Whether the cost model follows what steps really take, within a factor of two of the profile."""
     moves: bool = True
     """Whether queued work moves to workers that run dry."""
     slo: str = "1.0+0.0002L"

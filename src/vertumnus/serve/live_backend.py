@@ -151,6 +151,10 @@ class LiveBackend:
         await self.pool.drain(0.0)
         return {"draining": True, "num_open": self.pool.num_open}
 
+    def resume(self) -> Facts:
+        self.pool.resume()
+        return {"draining": False, "num_open": self.pool.num_open}
+
     def pause_controller(self, is_paused: bool) -> Facts:
         self.pool.pause_controller(is_paused)
         return self._outcome()

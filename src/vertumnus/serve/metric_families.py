@@ -133,6 +133,14 @@ WORKER_QUEUE = _gauge(
     "worker_outstanding_seconds", "q_w: predicted seconds queued at a worker and left of its step", "worker", "degree"
 )
 RANKS = _gauge("ranks", "Prefill ranks by what they do: serving, opening, draining, switching, spare, lost", "state")
+DRIFT = _gauge(
+    "step_drift_ratio",
+    "What recent prefill steps took over what the cost model in force says, 1 where it is right",
+    "degree",
+)
+CORRECTION = _gauge(
+    "cost_correction_ratio", "What the profile's times are multiplied by, as `refit` has it; 1 without", "degree"
+)
 EPOCH = _gauge("epoch", "The newest configuration epoch")
 TRANSITIONS = _counter("transitions", "Splits and merges that were carried out", "kind")
 DRAIN = _histogram("transition_drain_seconds", "From the end of admission to the end of the last step", "kind")

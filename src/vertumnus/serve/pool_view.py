@@ -118,6 +118,10 @@ class PoolView:
         states = Counter(rank.state for rank in self._ranks())
         for state in RANK_STATES:
             yield families.RANKS, (state,), states[state]
+        for degree, ratio in plane.drift.ratios().items():
+            yield families.DRIFT, (str(degree),), ratio
+        for degree, factor in plane.drift.factors.items():
+            yield families.CORRECTION, (str(degree),), factor
         yield families.EPOCH, (), plane.epoch
         yield families.POOL_FAILED, (), float(pool.failure is not None)
         yield families.PAUSED, (), float(plane.is_controller_paused)

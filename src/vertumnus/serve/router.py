@@ -17,6 +17,7 @@ from vertumnus.core.composition import Layout, RankGroup, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.cost import CostModel
+from vertumnus.core.drift import RefitSettings
 from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.moves import MoveSettings
 from vertumnus.core.placement import names_preferred_degrees
@@ -219,6 +220,7 @@ class Router:
                 window_s=config.window_s,
                 replication=ReplicationSettings() if has_replication else None,
                 pull=None if config.pulls == "none" else pulls,
+                refit=RefitSettings() if config.refit else None,
                 moves=MoveSettings() if config.moves else None,
             ),
             controller=None if config.controller == "none" else make_controller(config.controller, cost_model, kappa),

@@ -11,6 +11,7 @@ from typing import Any
 from vertumnus.core.composition import Composition, OperationKind, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controllers import make_controller
+from vertumnus.core.drift import RefitSettings, scaled
 from vertumnus.core.events import CopyReason
 from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.moves import MoveSettings
@@ -61,6 +62,10 @@ class SimulationSettings:
     has_moves: bool | None = None
     """Whether queued work moves to workers that run dry; None: for our policy (`vertumnus`) only."""
     controller: str = "lookahead"
+    cost_factors: tuple[tuple[int, float], ...] = ()
+    """Degrees whose coefficients the control plane believes to be other than the profile's, and how many times."""
+    has_refit: bool = False
+    """Whether the control plane's cost model follows what steps really take."""
     window_s: float = 20.0
     """Observation window of the controller."""
     discipline: Discipline = Discipline.SHORTEST
@@ -82,6 +87,7 @@ class SimulationSettings:
             "discipline": self.discipline.value,
             "pulls": self.pulls.value if self.pulls else "auto",
             "slo": str(self.slo),
+            "cost_factors": {str(degree): factor for degree, factor in self.cost_factors},
             "failures": [asdict(failure) for failure in self.failures],
         }
         return document
@@ -166,10 +172,13 @@ def simulate(
         if degree not in profile.degrees:
             known = ", ".join(map(str, profile.degrees))
             raise ConfigError(f"composition is {composition}; accepted: degrees of profile {profile.name} ({known})")
+    believed = (
+        scaled(profile.cost_model(), dict(settings.cost_factors)) if settings.cost_factors else profile.cost_model()
+    )
     control_plane = ControlPlane(
         layout=layout,
         topology=topology,
-        cost_model=profile.cost_model(),
+        cost_model=believed,
         policy=policy,
         settings=ControlPlaneSettings(
             block_tokens=trace.block_tokens,
@@ -178,14 +187,13 @@ def simulate(
             step_tokens=settings.step_tokens,
             max_sequence_tokens=profile.max_sequence_tokens,
             window_s=settings.window_s,
+            refit=RefitSettings() if settings.has_refit else None,
             reconfiguration=ReconfigurationSettings(switch_timeout_s=max(10.0, 5 * profile.switch_s)),
             replication=ReplicationSettings() if has_replication else None,
             moves=MoveSettings() if _has_moves(settings, policy) else None,
             pull=_pull_settings(settings.pulls or (Pulls.ANY if has_replication else Pulls.PENDING), profile),
         ),
-        controller=None
-        if settings.is_fixed
-        else make_controller(settings.controller, profile.cost_model(), profile.kappa),
+        controller=None if settings.is_fixed else make_controller(settings.controller, believed, profile.kappa),
     )
     pool = SimulatedPool(
         control_plane=control_plane,

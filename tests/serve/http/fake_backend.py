@@ -104,6 +104,10 @@ class FakeBackend:
         self.calls.append(("drain", worker_id))
         return {"draining": worker_id}
 
+    def resume(self):
+        self.calls.append("resume")
+        return {"draining": False}
+
     def pause_controller(self, is_paused):
         self.calls.append(("paused", is_paused))
         return {"paused": is_paused}

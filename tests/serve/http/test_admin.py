@@ -42,8 +42,10 @@ def test_orders_reach_the_pool(server):
     assert ask(server, "POST", "/admin/composition", {"composition": "1x2,2x1"}) == (200, {"composition": "1x2,2x1"})
     assert ask(server, "POST", "/admin/drain", {})[0] == 200
     assert ask(server, "POST", "/admin/drain", {"worker_id": 3})[0] == 200
+    assert ask(server, "POST", "/admin/resume", {}) == (200, {"draining": False})
     assert ask(server, "POST", "/admin/pause-controller", {"paused": True}) == (200, {"paused": True})
-    assert server.backend.calls == [("composition", "1x2,2x1"), ("drain", None), ("drain", 3), ("paused", True)]
+    orders = [("composition", "1x2,2x1"), ("drain", None), ("drain", 3), "resume", ("paused", True)]
+    assert server.backend.calls == orders
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ def test_orders_reach_the_pool(server):
         ("/admin/composition", b"\xff", 400, None),
         ("/admin/drain", {"worker_id": -1}, 400, "worker_id"),
         ("/admin/drain", {"worker_id": 2**70}, 400, "worker_id"),
+        ("/admin/resume", {"worker_id": 3}, 400, "worker_id"),
         ("/admin/pause-controller", {"paused": "yes"}, 400, "paused"),
         ("/admin/pause-controller", b" " * 70_000, 413, None),
     ],

@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from vertumnus.serve.http.api_error import ApiError
 from vertumnus.serve.http.backend import Backend, Facts
 from vertumnus.serve.http.exchange import HEARTBEAT
-from vertumnus.serve.http.schemas import CompositionRequest, DrainRequest, PauseRequest
+from vertumnus.serve.http.schemas import CompositionRequest, DrainRequest, PauseRequest, ResumeRequest
 
 __all__ = ["admin_routes"]
 
@@ -47,6 +47,10 @@ def admin_routes(backend: Backend, is_over: asyncio.Event, heartbeat_s: float) -
     @router.post("/drain", summary="Gives a worker, or the whole pool, no new requests")
     async def drain(asked: DrainRequest) -> Response:
         return _outcome(await backend.drain(asked.worker_id))
+
+    @router.post("/resume", summary="Takes new requests again, after a drain of the whole pool")
+    async def resume(asked: ResumeRequest) -> Response:
+        return _outcome(backend.resume())
 
     @router.post("/pause-controller", summary="Stops the controller from changing the composition, or lets it again")
     async def pause_controller(asked: PauseRequest) -> Response:

@@ -41,5 +41,8 @@ class Backend(Protocol):
     async def drain(self, worker_id: int | None) -> Facts:
         """Stops giving new requests to a worker, None: to any. `refused` as in `set_composition`."""
 
+    def resume(self) -> Facts:
+        """Undoes a drain of the whole pool."""
+
     def pause_controller(self, is_paused: bool) -> Facts:
         """Until it is called again, the composition changes by hand only, or by the controller again."""

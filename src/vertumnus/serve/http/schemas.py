@@ -166,6 +166,12 @@ class DrainRequest(BaseModel):
     worker_id: int | None = Field(None, ge=0, lt=1 << 63, description="Absent: the whole pool.")
 
 
+class ResumeRequest(BaseModel):
+    """`POST /admin/resume`: an empty object."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
 class PauseRequest(BaseModel):
     """`POST /admin/pause-controller`."""
 

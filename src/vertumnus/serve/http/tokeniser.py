@@ -46,7 +46,9 @@ class Tokeniser:
         self.chat_template = chat_template
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenise")
-        self._num_waiting, self._max_waiting = 0, max_waiting
+        self._num_waiting = 0
+        self.max_waiting = max_waiting
+        """Long texts that wait for a thread; more are refused."""
         described = json.loads(tokenizer.to_str())
         decoder = described.get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
@@ -89,7 +91,7 @@ class Tokeniser:
         """Here where it is little work, else in a thread."""
         if num_chars <= MAX_INLINE_CHARS:
             return work(*arguments)
-        if self._num_waiting >= self._max_waiting:
+        if self._num_waiting >= self.max_waiting:
             raise Overloaded("too many long prompts are being tokenised", retry_after_s=1.0)
         self._num_waiting += 1
         try:
