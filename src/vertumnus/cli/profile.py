@@ -165,7 +165,7 @@ def _measured(
         measured,
         choice,
         name=name,
-        model=f"{settings.folder.resolve().name}, {dtype.value}",
+        model=f"{settings.folder.absolute().name}, {dtype.value}",
         hardware=f"{about['hardware']}, {settings.threads_per_rank} thread(s) a rank",
         kv_bytes_per_token=kv_bytes,
         kv_capacity_tokens=(kv_mib << 20) // kv_bytes,
