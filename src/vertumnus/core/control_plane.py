@@ -7,7 +7,7 @@ It owns queues, reservations and the prefix index, and it never acts by itself: 
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,13 +51,14 @@ from vertumnus.core.events import (
     StepStarted,
     TimerFired,
 )
+from vertumnus.core.handovers import Handover, Handovers
 from vertumnus.core.index import Match, PrefixIndex, ReportOutcome
 from vertumnus.core.index.replication import CopyKind, PoolLoad, WorkerLoad
-from vertumnus.core.index.reports import CacheReport, Chain, Cleared, Removed, Snapshot, Stored
+from vertumnus.core.index.reports import CacheReport, Cleared, Removed, Snapshot, Stored
 from vertumnus.core.long_threshold import LongThreshold
-from vertumnus.core.moves import MoveSettings, Waiting, gain_s, most_to_save
+from vertumnus.core.moves import MoveSettings, best_move
 from vertumnus.core.observation import WindowTracker
-from vertumnus.core.placement import Placement, PlacementPolicy, PlacementView, choose
+from vertumnus.core.placement import Placement, PlacementPolicy, PlacementView
 from vertumnus.core.pulls import Puller, PullSettings
 from vertumnus.core.queueing import Discipline, QueuedRequest
 from vertumnus.core.reconciliation import PendingBlocks, assign_prefixes
@@ -88,19 +89,6 @@ class Transition:
     operation: Operation
     drain_s: float
     switch_s: float
-
-
-@dataclass(slots=True)
-class _Handover:
-    """Workers whose ranks go over to others, and the others whose caches are not known yet."""
-
-    sources: list[Worker]
-    opening: set[int] = field(default_factory=set)
-    held: dict[int, tuple[Chain, ...]] = field(default_factory=dict)
-    """What the opened ones hold, by worker id."""
-    is_committed: bool = False
-    suspended: list[PrefillRequest] = field(default_factory=list)
-    """Requests between two chunks, of sources that merge: they go on once their KV has a worker again."""
 
 
 _ZERO = np.array(0.0)  # of no dimension, as NumPy takes Python numbers more slowly
@@ -134,7 +122,7 @@ class ControlPlane:
         self._copies = CopyLedger()
         self.num_copies: Counter[CopyReason] = Counter()
         self._serving: dict[RankGroup, Worker] = {}
-        self._handovers: dict[Operation, _Handover] = {}
+        self._handovers = Handovers()
         self.index = PrefixIndex(degrees=cost_model.degrees, block_tokens=settings.block_tokens)
         self._workers = WorkerTable(cost_model, settings.discipline, settings.ageing, settings.block_tokens)
         self._puller = self._make_puller(settings.pull, topology) if settings.pull is not None else None
@@ -274,7 +262,7 @@ class ControlPlane:
     @property
     def num_waiting(self) -> int:
         """Requests that no worker could take yet."""
-        return len(self._waiting) + sum(len(handover.suspended) for handover in self._handovers.values())
+        return len(self._waiting) + len(self._handovers.suspended)
 
     # Requests
 
@@ -334,48 +322,25 @@ class ControlPlane:
 
     def _move_to(self, idle: Worker, moves: MoveSettings, now_s: float) -> list[Action]:
         """Gives a worker with nothing to do the queued request of another that gains most by it, if any does."""
-        room = idle.degree * self.settings.blocks_per_rank
-        best: tuple[float, Waiting, Match, PlacementView] | None = None
-        for waiting in most_to_save(self._workers, now_s, moves.max_tried):
-            request = waiting.item.request
-            if best is not None and waiting.saved_s <= best[0]:
-                break
-            if self._num_blocks(request) > room:
-                continue
+
+        def look_at(request: PrefillRequest) -> tuple[Match, PlacementView] | None:
+            if self._num_blocks(request) > idle.degree * self.settings.blocks_per_rank:
+                return None
             match = self.index.match(request.blocks)
             view = self._view(request, match, now_s)
-            assert view is not None
-            gained_s = gain_s(
-                moves,
-                waiting,
-                idle,
-                service_s=float(view.service_s[idle.row]),
-                recomputed_gpu_s=self._recomputed_gpu_s(view, idle, waiting.worker),
-            )
-            if gained_s > (moves.min_gain_s if best is None else best[0]):
-                best = gained_s, waiting, match, view
-        if best is None:
+            return None if view is None else (match, view)
+
+        move = best_move(moves, self._workers, idle, now_s, look_at)
+        if move is None:
             return []
-        _, waiting, match, view = best
-        taken = waiting.worker.queue.remove(waiting.item.request.request_id)
-        assert taken is waiting.item
-        self._were_taken(waiting.worker, [taken])
-        cost = np.where(view.worker_ids == idle.worker_id, view.service_s, np.inf)
-        placement = choose(view, cost, "a worker with nothing to do took it over")
-        _, actions = self._reserve(taken.request, idle, match, view, placement, True)
+        taken = move.worker.queue.remove(move.request.request_id)
+        assert taken is not None
+        self._were_taken(move.worker, [taken])
+        _, actions = self._reserve(move.request, idle, move.match, move.view, move.placement, True)
         steps = self._start_step(idle, now_s)
         if not steps:
             self._workers.changed(idle)
         return [*actions, *steps]
-
-    def _recomputed_gpu_s(self, view: PlacementView, here: Worker, there: Worker) -> float:
-        """GPU seconds of the smallest degree for what is cached `there` and would be computed again `here`."""
-        degree = view.smallest_degree
-        here_s, there_s = (
-            self.cost_model.prefill_s(float(view.suffix_tokens[row]), float(view.reusable_tokens[row]), degree)
-            for row in (here.row, there.row)
-        )
-        return degree * max(0.0, here_s - there_s)
 
     def _reason_to_reject(self, request: PrefillRequest) -> str | None:
         limit = self.settings.max_sequence_tokens
@@ -483,8 +448,7 @@ class ControlPlane:
         worker_id = self._location.get(event.request_id)
         if worker_id is None:
             self._waiting = deque(each for each in self._waiting if each[0].request_id != event.request_id)
-            for handover in self._handovers.values():
-                handover.suspended = [each for each in handover.suspended if each.request_id != event.request_id]
+            self._handovers.forget_suspended(event.request_id)
             return []
         worker = self._workers[worker_id]
         item = worker.queue.remove(event.request_id)
@@ -571,7 +535,7 @@ class ControlPlane:
             return []
         actions: list[Action] = []
         self._note_step(worker, now_s)
-        merging = self._merging(worker)
+        merging = self._handovers.merging(worker)
         for item in worker.running:
             queued = item.queued
             request_id, length = queued.request.request_id, queued.request.input_tokens
@@ -621,17 +585,7 @@ class ControlPlane:
             return []
         return self._move_to(worker, moves, now_s)
 
-    def _merging(self, worker: Worker) -> _Handover | None:
-        """The merge that a worker drains for. What it has begun need not end before: a merge moves no KV, so requests
-        between two chunks go on at the merged worker. After a split, either child would lack half of theirs."""
-        if worker.status is not WorkerStatus.DRAINING:
-            return None
-        for operation, handover in self._handovers.items():
-            if operation.kind is OperationKind.MERGE and worker in handover.sources:
-                return handover
-        return None
-
-    def _suspend(self, worker: Worker, queued: QueuedRequest, merging: _Handover) -> DropRequest:
+    def _suspend(self, worker: Worker, queued: QueuedRequest, merging: Handover) -> DropRequest:
         request = queued.request
         del self._location[request.request_id]
         merging.suspended.append(request)
@@ -658,9 +612,7 @@ class ControlPlane:
             self._pending.settle(event.worker_id, event.blocks)  # computed there by now, or copied
         if not isinstance(event, Snapshot):
             return []
-        for handover in self._handovers.values():
-            if worker.worker_id in handover.opening:
-                handover.held[worker.worker_id] = event.chains
+        self._handovers.cache_known(worker.worker_id, event.chains)
         actions = self._finish_handovers(worker)
         if worker.status is WorkerStatus.OPENING:
             self._workers.set_status(worker, WorkerStatus.ACTIVE)
@@ -732,8 +684,8 @@ class ControlPlane:
         if deadline_s is not None and deadline_s <= now_s:
             actions += self._apply(self._reconfiguration.tick(now_s), now_s)
         if self._steering is not None and self._steering.windows.end_s <= now_s:
-            suspended = [each for handover in self._handovers.values() for each in handover.suspended]
-            self._steering.end_window([*(request for request, _ in self._waiting), *suspended], now_s)
+            waiting = [*(request for request, _ in self._waiting), *self._handovers.suspended]
+            self._steering.end_window(waiting, now_s)
             actions += self._move_towards_target(now_s)
         if self._replicator is not None and self._replicator.due_s <= now_s:
             actions += self._advance_scan(self._replicator, now_s)
@@ -778,13 +730,12 @@ class ControlPlane:
         for effect in effects:
             match effect:
                 case OperationStarted(operation):
-                    self._handovers[operation] = _Handover([self._serving[group] for group in operation.sources])
-                    for worker in self._handovers[operation].sources:
+                    handover = self._handovers.begin(operation, [self._serving[each] for each in operation.sources])
+                    for worker in handover.sources:
                         self._workers.set_status(worker, WorkerStatus.DRAINING)
                         orphans += self._empty_queue(worker)
-                        merging = self._merging(worker)
-                        if merging is not None:
-                            actions += [self._suspend(worker, each, merging) for each in self._take_started(worker)]
+                        if self._handovers.merging(worker) is handover:
+                            actions += [self._suspend(worker, each, handover) for each in self._take_started(worker)]
                 case Activate(epoch, groups):
                     actions.append(ActivateGroups(epoch, groups))
                     for group in [group for group in self._serving if any(group.overlaps(new) for new in groups)]:
@@ -794,16 +745,15 @@ class ControlPlane:
                 case GroupReady(group, epoch, operation):
                     opened = self._open_worker(group, epoch)
                     actions.append(opened)
-                    if operation in self._handovers:
-                        self._handovers[operation].opening.add(opened.worker_id)
+                    self._handovers.opened(operation, opened.worker_id)
                 case OperationCommitted(operation, _, drain_s, switch_s):
-                    self._handovers[operation].is_committed = True
+                    self._handovers.committed(operation)
                     self.transitions.append(Transition(now_s, operation, drain_s, switch_s))
                 case OperationAborted(operation, restored):
                     if self._steering is not None:
                         # What stood in the way may still be there: the next window decides anew.
                         self._steering.target = None
-                    handover = self._handovers.pop(operation)
+                    handover = self._handovers.end(operation)
                     self._resume(handover)
                     for worker in handover.sources:
                         if worker.group in restored:
@@ -826,28 +776,21 @@ class ControlPlane:
         return actions
 
     def _finish_handovers(self, opened: Worker) -> list[Action]:
-        """Closes the workers whose ranks all serve, with known caches, as other workers now (or have served, and are
-        gone or parked again before their caches became known).
-
-        Until then they stay in the index, so that what is known of their blocks does not die in between.
-        """
+        """Closes the workers whose ranks all serve, with known caches, as other workers now."""
         actions: list[Action] = []
-        for operation, handover in list(self._handovers.items()):
-            handover.opening.discard(opened.worker_id)
-            if handover.is_committed and not handover.opening:
-                del self._handovers[operation]
-                self._resume(handover)
-                if operation.kind is OperationKind.SPLIT and self.settings.pull is not None:
-                    self._assign_prefixes(handover)
-                actions += [self._close_worker(worker) for worker in handover.sources]
+        for handover in self._handovers.done_with(opened.worker_id):
+            self._resume(handover)
+            if handover.operation.kind is OperationKind.SPLIT and self.settings.pull is not None:
+                self._assign_prefixes(handover)
+            actions += [self._close_worker(worker) for worker in handover.sources]
         return actions
 
-    def _resume(self, handover: _Handover) -> None:
+    def _resume(self, handover: Handover) -> None:
         """What was suspended is placed next, before whatever else waits: mostly where its KV is."""
         self._waiting.extendleft((request, True) for request in reversed(handover.suspended))
         handover.suspended = []
 
-    def _assign_prefixes(self, handover: _Handover) -> None:
+    def _assign_prefixes(self, handover: Handover) -> None:
         """Gives each prefix that a split worker retained to one of its children, which fetches what it lacks."""
         children = [worker_id for worker_id in handover.held if self._workers.get(worker_id) is not None]
         degree = handover.sources[0].degree
@@ -912,10 +855,10 @@ class ControlPlane:
                 reserved[request_id] = worker.worker_id
         if reserved != self._location:
             raise InvariantError("the reservations differ from what is known of the requests' places")
-        suspended = [each for handover in self._handovers.values() for each in handover.suspended]
-        if any(request.request_id in reserved for request in [*(request for request, _ in self._waiting), *suspended]):
+        waiting = [*(request for request, _ in self._waiting), *self._handovers.suspended]
+        if any(request.request_id in reserved for request in waiting):
             raise InvariantError("a request waits for the pool and at a worker")
-        parked = {worker.worker_id for handover in self._handovers.values() for worker in handover.sources}
+        parked = self._handovers.sources
         for worker in self._workers.all():
             is_serving = self._serving.get(worker.group) is worker
             if is_serving is (worker.status is WorkerStatus.PARKED) or not (is_serving or worker.worker_id in parked):

@@ -4,9 +4,15 @@ A placement is a prediction made at arrival. When a worker runs dry while others
 wrong, or the worker is new; what has not started costs nothing to move.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from vertumnus.core.index import Match
+from vertumnus.core.placement import Placement, PlacementView, choose
 from vertumnus.core.queueing import QueuedRequest
+from vertumnus.core.requests import PrefillRequest
 from vertumnus.core.workers import Worker, WorkerTable
 from vertumnus.errors import ConfigError
 
@@ -33,19 +39,57 @@ class MoveSettings:
             raise ConfigError(f"max_tried is {self.max_tried}; accepted: 1 or more")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A queued request, where it waits, and its placement at the worker that takes it over."""
+
+    request: PrefillRequest
+    worker: Worker
+    match: Match
+    view: PlacementView
+    placement: Placement
+
+
+def best_move(
+    settings: MoveSettings,
+    table: WorkerTable,
+    idle: Worker,
+    now_s: float,
+    look_at: Callable[[PrefillRequest], tuple[Match, PlacementView] | None],
+) -> Move | None:
+    """The queued request whose move to an idle candidate saves most, if that is enough. `look_at` gives what is cached
+    of a request and the view of its placement; None if the idle worker cannot hold it."""
+    best: Move | None = None
+    best_s = settings.min_gain_s
+    for waiting in _most_to_save(table, now_s, settings.max_tried):
+        if waiting.saved_s <= best_s:
+            break
+        seen = look_at(waiting.item.request)
+        if seen is None:
+            continue
+        match, view = seen
+        gained_s = _gain_s(settings, waiting, idle, view)
+        if gained_s > best_s:
+            cost = np.where(view.worker_ids == idle.worker_id, view.service_s, np.inf)
+            placement = choose(view, cost, "a worker with nothing to do took it over")
+            request, best_s = waiting.item.request, gained_s
+            best = Move(request=request, worker=waiting.worker, match=match, view=view, placement=placement)
+    return best
+
+
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request that has not started, where it waits, and what its leaving would save there: its own wait and service,
-    and the service that everybody behind it would not wait for any more. Seconds."""
+class _Waiting:
+    """A request that has not started, and what its leaving would save: its own wait and service, and the service that
+    everybody behind it would not wait for any more. Seconds."""
 
     worker: Worker
     item: QueuedRequest
     saved_s: float
 
 
-def most_to_save(table: WorkerTable, now_s: float, max_tried: int) -> list[Waiting]:
+def _most_to_save(table: WorkerTable, now_s: float, max_tried: int) -> list[_Waiting]:
     """The requests whose leaving would save most, most first; those that await copies stay."""
-    found: list[Waiting] = []
+    found: list[_Waiting] = []
     for row in sorted(table.queued_rows):
         worker = table.active[row]
         ahead_s = max(worker.running_end_s - now_s, 0.0) + worker.later_s if worker.running else 0.0
@@ -53,17 +97,21 @@ def most_to_save(table: WorkerTable, now_s: float, max_tried: int) -> list[Waiti
         for position, item in enumerate(items):
             if not item.started and not item.num_copies_awaited:
                 num_behind = len(items) - position - 1
-                found.append(Waiting(worker, item, ahead_s + item.service_s * (1 + num_behind)))
+                found.append(_Waiting(worker, item, ahead_s + item.service_s * (1 + num_behind)))
             ahead_s += item.service_s
     found.sort(key=lambda each: -each.saved_s)
     return found[:max_tried]
 
 
-def gain_s(
-    settings: MoveSettings, waiting: Waiting, idle: Worker, *, service_s: float, recomputed_gpu_s: float
-) -> float:
-    """What moving a request to an idle worker saves in all, where it would take `service_s` there, and
-    `recomputed_gpu_s` of GPU time for what is cached where it waits."""
+def _gain_s(settings: MoveSettings, waiting: _Waiting, idle: Worker, view: PlacementView) -> float:
+    """What moving a request saves in all. What is cached where it waits and would be computed again counts as GPU time
+    of the smallest degree."""
+    here, there = idle.row, waiting.worker.row
+    assert here is not None
+    assert there is not None
+    service_s = float(view.service_s[here])
     more_gpu_s = max(0.0, idle.degree * service_s - waiting.worker.degree * waiting.item.service_s)
+    least_s = view.smallest_service_s
+    recomputed_gpu_s = view.smallest_degree * max(0.0, float(least_s[here] - least_s[there]))
     price_s = settings.gpu_price * more_gpu_s + settings.miss_price * recomputed_gpu_s
     return waiting.saved_s - service_s - price_s
