@@ -9,11 +9,12 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import uvloop
 
-from vertumnus.core.composition import Layout, RankGroup, Topology, lay_out
+from vertumnus.core.composition import Composition, Layout, RankGroup, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.cost import CostModel
@@ -40,7 +41,8 @@ from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.live_pool import LivePool
 from vertumnus.serve.live_settings import LiveSettings
 from vertumnus.serve.rank_launch import blocks_per_rank, check_fit, pool_config
-from vertumnus.serve.router_spec import RouterReport, RouterSpec
+from vertumnus.serve.router_spec import Orders, RouterReport, RouterSpec
+from vertumnus.serve.telemetry import Telemetry, together
 
 LOG = logging.getLogger(__name__)
 
@@ -157,11 +159,20 @@ class Router:
                 max_decode_sequences=config.max_decode_sequences,
             ),
             hash_key=self._spec.hash_key,
-            telemetry=self._watch.telemetry,
+            telemetry=together([self._watch.telemetry, _Orders(self._spec.orders, self._report)]),
             caches=caches,
         )
         await pool.start()
+        self._repeat_orders(pool)
         return pool
+
+    def _repeat_orders(self, pool: LivePool) -> None:
+        """What an operator has asked an earlier router for still holds."""
+        orders = Orders(**(self._spec.orders or {}))
+        if orders.composition is not None:
+            pool.set_composition(Composition.parse(orders.composition))
+        elif orders.is_paused:
+            pool.pause_controller(True)
 
     async def _restore(self, ranks: RankPool, caches: WorkerCaches) -> None:
         """What the prefill ranks hold, by what they say."""
@@ -242,6 +253,26 @@ class Router:
             max_connections=config.max_connections,
             drain_timeout_s=config.drain_timeout_s,
         )
+
+
+class _Orders(Telemetry):
+    """Passes an operator's orders on to the supervisor, for the next router."""
+
+    def __init__(self, given: Mapping[str, Any] | None, report: Callable[[RouterReport], None]) -> None:
+        self._orders = Orders(**(given or {}))
+        self._report = report
+
+    def composition_requested(self, now_s: float, composition: Composition) -> None:
+        self._pass_on(Orders(str(composition), is_paused=True))
+
+    def controller_paused(self, now_s: float, is_paused: bool) -> None:
+        # Without the controller, the composition that was asked for last stays.
+        self._pass_on(Orders(self._orders.composition if is_paused else None, is_paused))
+
+    def _pass_on(self, orders: Orders) -> None:
+        if orders != self._orders:
+            self._orders = orders
+            self._report(RouterReport(kind="ordered", orders=orders.to_json()))
 
 
 async def _end_with_supervisor() -> None:

@@ -12,7 +12,7 @@ class RouterSpec:
     """http_fd, pool_fd: listening sockets that outlive the router. report_fd: takes `RouterReport`s.
 
     hash_key, pool_token: the same for every router in turn, or the ranks' KV would mean nothing to the next. is_first:
-    no ranks are there yet. calibration: of an earlier router, if it measured any.
+    no ranks are there yet. calibration, orders: of an earlier router, if it measured or was given any.
     """
 
     config: ServeConfig
@@ -24,6 +24,7 @@ class RouterSpec:
     control_token: str
     is_first: bool
     calibration: dict[str, Any] | None = None
+    orders: dict[str, Any] | None = None
 
     def to_line(self) -> bytes:
         plain = {name: getattr(self, name) for name in self.__slots__}
@@ -39,12 +40,13 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterReport:
-    """kind: `ready`, `calibrated` or `failed`. is_input: it failed for something that somebody configured."""
+    """kind: `ready`, `calibrated`, `ordered` or `failed`. is_input: it failed for what somebody configured."""
 
     kind: str
     message: str = ""
     is_input: bool = False
     calibration: dict[str, Any] | None = None
+    orders: dict[str, Any] | None = None
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -52,3 +54,15 @@ class RouterReport:
     @classmethod
     def from_line(cls, line: bytes) -> "RouterReport":
         return cls(**json.loads(line))
+
+
+@dataclass(slots=True)
+class Orders:
+    """What an operator has asked for and has not taken back: a composition, the controller at rest."""
+
+    composition: str | None = None
+    is_paused: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """What the constructor takes."""
+        return asdict(self)

@@ -2,10 +2,10 @@
 
     supervisor --- listening sockets, secrets ---> router --- steps, copies ---> ranks
          ^                                            |                            |
-         '------ ready, calibrated, failed -----------'      (they outlive it) ----'
+         '------ ready, calibrated, ordered, failed --'      (they outlive it) ----'
 
-While no router lives, clients and ranks wait in the sockets' backlogs. The supervisor holds no state besides: when it
-ends, the router does, and with it the ranks.
+While no router lives, clients and ranks wait in the sockets' backlogs. The supervisor remembers what a router measured
+and what an operator ordered, for the next; when it ends, the router does, and with it the ranks.
 """
 
 import contextlib
@@ -80,15 +80,14 @@ class Supervisor:
             )
             stack.enter_context(_signals(self._stop))
             while True:
-                is_ended, calibration = self._run_router(spec)
+                is_ended, spec = self._run_router(spec)
                 if is_ended:
                     return
                 self._note_restart()
-                spec = replace(spec, is_first=False, calibration=calibration or spec.calibration)
 
-    def _run_router(self, spec: RouterSpec) -> tuple[bool, dict[str, object] | None]:
-        """(whether it ended in order, what it measured). Raises where another would not do better."""
-        calibration: dict[str, object] | None = None
+    def _run_router(self, spec: RouterSpec) -> tuple[bool, RouterSpec]:
+        """(whether it ended in order, what to tell the next). Raises where another would not do better."""
+        following = replace(spec, is_first=False)
         is_ready = False
         failure: RouterReport | None = None
         said, report_fd = os.pipe()
@@ -114,7 +113,9 @@ class Supervisor:
                         is_ready = True
                         self._on_ready(self)
                     elif report.kind == "calibrated":
-                        calibration = report.calibration
+                        following = replace(following, calibration=report.calibration)
+                    elif report.kind == "ordered":
+                        following = replace(following, orders=report.orders)
                     else:
                         failure = report
                 status = router.wait()
@@ -122,7 +123,7 @@ class Supervisor:
                 router.kill()
                 raise
         if status == 0 or self._is_stopping:
-            return True, calibration
+            return True, following
         if failure is not None and failure.is_input:
             raise ConfigError(failure.message)
         if not is_ready and spec.is_first:
@@ -130,7 +131,7 @@ class Supervisor:
             raise ServerFailed(f"the server could not start: {reason}")
         detail = f": {failure.message}" if failure is not None else ""
         print(f"the router ended with {_shown(status)}{detail}; starting another", file=sys.stderr, flush=True)
-        return False, calibration
+        return False, following
 
     def _lines(self, router: subprocess.Popen[bytes], pipe: io.FileIO) -> Iterator[bytes]:
         """What the router says, line by line, until it ends. Signals are taken in between."""

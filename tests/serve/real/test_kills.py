@@ -91,3 +91,17 @@ def test_thirty_kills_of_anything(server, seed):
         kills.append(of_kind[kind])
     _, recoveries = run(kill_under_load(server, kills, seed=seed), timeout_s=280.0)
     tell(recoveries)
+
+
+def test_what_an_operator_ordered_outlives_the_router(server):
+    server.compose("1x4")
+    server.until(lambda state: state["composition"] == "1x4", "it is 1x4")
+    kill_now(server, [None])
+    state = server.until(lambda state: state["composition"] == "1x4", "it still is")
+    assert state["controller"]["is_paused"]
+    assert server.call("/admin/pause-controller", {"paused": False})[0] == 200
+    kill_now(server, [None])
+    assert not server.state()["controller"]["is_paused"]
+    assert server.call("/admin/pause-controller", {"paused": True})[0] == 200
+    kill_now(server, [None])
+    assert server.state()["controller"]["is_paused"]
