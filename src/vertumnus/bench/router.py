@@ -39,7 +39,7 @@ def run(
     """An entry per offered rate, and one with 2,000 streams open at a time."""
     rows = []
     for rate_per_s in rates_per_s:
-        with _router(controller="lookahead", window_s=5.0) as router:
+        with _router(controller="lookahead", is_followed=False, window_s=5.0) as router:
             rows.append(_loaded(router, rate_per_s, duration_s, seed))
     rows.append(_streams(seed))
     return rows

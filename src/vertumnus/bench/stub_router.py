@@ -51,8 +51,8 @@ class StubRouterSpec:
     """What runs. Durations in seconds.
 
     profile: whose E_C, `time_scale` times, the control plane predicts with, and prefill steps take if
-    `has_service_time`; else they end at once. controller: None holds the composition. step_tokens: None runs one whole
-    prompt a step.
+    `has_service_time`; else they end at once. controller: None holds the composition; so does one that is not
+    followed, though it is asked. step_tokens: None runs one whole prompt a step.
     """
 
     composition: str
@@ -69,6 +69,7 @@ class StubRouterSpec:
     step_tokens: int | None = 8192
     queue: str = "shortest"
     controller: str | None = None
+    is_followed: bool = True
     window_s: float = 20.0
     has_replication: bool = True
     has_pulls: bool = True
@@ -132,15 +133,15 @@ def _read(process: "subprocess.Popen[str]") -> dict[str, Any]:
 class _TimedController:
     """Another controller, and the longest that it took: CPU seconds."""
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    def __init__(self, controller: Controller, is_followed: bool) -> None:
+        self._controller, self._is_followed = controller, is_followed
         self.longest_s = 0.0
 
     def observe(self, window: Window, state: PoolState) -> Proposal | None:
         begin_s = time.thread_time()
         proposal = self._controller.observe(window, state)
         self.longest_s = max(self.longest_s, time.thread_time() - begin_s)
-        return proposal
+        return proposal if self._is_followed else None
 
 
 class _Figures:
@@ -215,7 +216,7 @@ def stub_pool(spec: StubRouterSpec, watch: Watch) -> tuple[LivePool, _TimedContr
     cost_model = _scaled(profile.cost_model(), spec.time_scale)
     controller = None
     if spec.controller is not None:
-        controller = _TimedController(make_controller(spec.controller, cost_model, profile.kappa))
+        controller = _TimedController(make_controller(spec.controller, cost_model, profile.kappa), spec.is_followed)
     ranks = StubRanks(
         num_ranks + spec.num_decode_ranks,
         StubSpeed(
