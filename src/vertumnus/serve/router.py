@@ -81,6 +81,7 @@ class Router:
         try:
             backend.start()
             http_config = self._http_config(pool)
+            tokeniser.max_waiting = http_config.max_waiting_encodes
             app = create_app(backend, tokeniser, http_config)
             sockets = [socket.socket(fileno=self._spec.http_fd)]
             with stop_on_signals(stop):

@@ -63,7 +63,7 @@ def test_document_names_every_endpoint_and_its_guards(server):
     assert set(document["paths"]) == {
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name}"),
         *("/health", "/ready", "/metrics"),
-        *("/admin/state", "/admin/decisions", "/admin/events"),
+        *("/admin/state", "/admin/decisions", "/admin/events", "/admin/resume"),
         *("/admin/composition", "/admin/drain", "/admin/pause-controller"),
     }
     for path, operations in document["paths"].items():

@@ -105,3 +105,5 @@ def test_what_an_operator_ordered_outlives_the_router(server):
     assert server.call("/admin/pause-controller", {"paused": True})[0] == 200
     kill_now(server, [None])
     assert server.state()["controller"]["is_paused"]
+    server.compose("2x1,1x2")
+    server.until(lambda state: state["composition"] == "2x1,1x2", "it is as it was")

@@ -41,7 +41,6 @@ class HttpApp:
     def __init__(self, backend: Backend, tokeniser: Tokeniser, config: HttpConfig) -> None:
         self._access = Access(config)
         self._config = config
-        tokeniser.max_waiting = config.max_waiting_encodes
         self.answering = Answering(backend, tokeniser, self._access, config)
         self.is_over = asyncio.Event()
         """Set when streams that have no end of their own are to end."""
