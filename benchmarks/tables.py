@@ -1,6 +1,6 @@
 """Prints the tables of docs/results.md from the records in benchmarks/results/.
 
-python benchmarks/tables.py placement|adaptation|cache|speed|engine|memory
+python benchmarks/tables.py placement|adaptation|cache|speed|engine|memory|vllm|live|real|validate
 """
 
 import json
@@ -189,6 +189,55 @@ def live() -> None:
     )
 
 
+def vllm() -> None:
+    """Prefill and decode beside vLLM's CPU build."""
+    rows = load("bench-vllm")
+    table(
+        ["engine", "prompt tokens", "p50 s", "vLLM over it"],
+        [
+            [row["engine"], f"{row['prompt_tokens']:,}", f"{row['p50_s']:.2f}", f"{row['over_vllm_ratio']:.2f}"]
+            for row in rows
+            if "prompt_tokens" in row
+        ],
+    )
+    table(
+        ["engine", "streams", "tokens/s", "vLLM over it"],
+        [
+            [row["engine"], str(row["streams"]), f"{row['tokens_per_s']:.0f}", f"{row['over_vllm_ratio']:.2f}"]
+            for row in rows
+            if "streams" in row
+        ],
+    )
+
+
+def real() -> None:
+    """A real model: mean TTFT by phase and overall."""
+    table(
+        ["pool", "short 1", "long 1", "short 2", "long 2", "overall", "P90"],
+        [
+            [
+                row["label"],
+                *(f"{each:.2f}" for each in row["mean_ttft_s_by_phase"]),
+                f"{row['mean_ttft_s']:.2f}",
+                f"{row['p90_ttft_s']:.2f}",
+            ]
+            for row in load("adaptation-real")
+        ],
+    )
+
+
+def validate() -> None:
+    """Live, and simulated over live."""
+    lines = []
+    for row in load("validate"):
+        live = row["live"]
+        ttft = [f"{live[f'{name}_ttft_s']:.2f}" for name in ("mean", "p50", "p90", "p99")]
+        ratios = [f"{row[f'{name}_over_live_ratio']:.2f}" for name in ("mean", "p50", "p90", "p99")]
+        lines.append([row["label"], "live", *ttft, f"{live['token_hit_ratio']:.1%}"])
+        lines.append(["", "simulated over live", *ratios, f"{100 * row['hit_difference']:+.1f} points"])
+    table(["live pool", "", "mean s", "P50", "P90", "P99", "token hit"], lines)
+
+
 TABLES: dict[str, Callable[[], None]] = {
     "placement": placement,
     "adaptation": adaptation,
@@ -197,6 +246,9 @@ TABLES: dict[str, Callable[[], None]] = {
     "engine": engine,
     "live": live,
     "memory": memory,
+    "vllm": vllm,
+    "real": real,
+    "validate": validate,
 }
 
 if __name__ == "__main__":

