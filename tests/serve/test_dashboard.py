@@ -138,6 +138,7 @@ def test_nothing_jumps_while_figures_change(chromium, shown):
 def test_text_stands_out_from_its_ground(chromium, shown, scheme):
     """A contrast of 4.5 at least, as WCAG asks for."""
     page, _ = tab(chromium, shown, DESKTOP, color_scheme=scheme)
+    page.wait_for_selector(".worker .name")
     contrast = page.evaluate("""() => {
         const light = (colour) => {
             const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map((value) => {
