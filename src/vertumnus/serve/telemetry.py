@@ -112,7 +112,9 @@ def together(parts: Sequence[Telemetry]) -> Telemetry:
     for name, base in vars(Telemetry).items():
         if name.startswith("_"):
             continue
-        listeners = [getattr(part, name) for part in parts if getattr(type(part), name) is not base]
+        # Looked for at the part, not at its class: one that tells others has listeners of its own.
+        told = [getattr(part, name) for part in parts]
+        listeners = [listener for listener in told if getattr(listener, "__func__", None) is not base]
         if listeners:
             setattr(both, name, listeners[0] if len(listeners) == 1 else _told_to(listeners))
     return both
