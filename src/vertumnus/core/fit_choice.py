@@ -39,9 +39,9 @@ class Form(Enum):
 class Candidate:
     """A form, fitted to all cells.
 
-    held_out_error_ratio: mean absolute relative error of cells that were left out of the fit, each once (by itself, or in
-    parts of a long log); infinite where the others never settle the form. bic: n*ln(mean squared relative error) +
-    k*ln(n), over n cells with k coefficients; smaller is better.
+    held_out_error_ratio: mean absolute relative error of cells that were left out of the fit, each once (by itself,
+    or in parts of a long log); infinite where the others never settle the form. bic: n*ln(mean squared relative error)
+    + k*ln(n), over n cells with k coefficients; smaller is better.
     """
 
     form: Form
@@ -57,6 +57,7 @@ class Choice:
 
     candidates: tuple[Candidate, ...]
     chosen: Candidate
+    num_samples: int
 
 
 def choose_fit(samples: Sequence[PrefillSample]) -> Choice:
@@ -86,7 +87,7 @@ def choose_fit(samples: Sequence[PrefillSample]) -> Choice:
         saved = 1.0 - richer.held_out_error_ratio / max(chosen.held_out_error_ratio, 1e-12)
         if saved >= MIN_GAIN_RATIO and richer.bic < chosen.bic - MIN_BIC_GAIN:
             chosen = richer
-    return Choice(tuple(candidates), chosen)
+    return Choice(tuple(candidates), chosen, len(samples))
 
 
 def medians(samples: Sequence[PrefillSample]) -> list[PrefillSample]:
