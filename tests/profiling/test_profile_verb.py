@@ -1,16 +1,34 @@
 """`vertumnus profile`: logs that are fitted, ranks that are measured, and what is refused."""
 
+import asyncio
+import contextlib
+import itertools
 import json
+from collections import Counter
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.engine.models import tiny_llama
 
 from vertumnus.cli import main
 from vertumnus.core.fit import PrefillSample
 from vertumnus.core.profile import Source, load_profile
-from vertumnus.profiling.measure import BLOCK_TOKENS, cells_of
-from vertumnus.profiling.samples import append_sample, read_samples
+from vertumnus.errors import ConfigError
+from vertumnus.profiling.copies import CopyLine
+from vertumnus.profiling.grid import BLOCK_TOKENS, cells_of
+from vertumnus.profiling.measure import EMPTY_LOG, MeasureSettings, Rounds
+from vertumnus.profiling.samples import (
+    PackedStep,
+    SampleLog,
+    append_sample,
+    begin_samples,
+    read_samples,
+    resume_samples,
+)
+from vertumnus.workload.synthesis import synthesise
+from vertumnus.workload.writers import write_trace
 
 LENGTHS = (512, 2048, 8192, 32768)
 
@@ -19,15 +37,18 @@ def run(*arguments):
     return CliRunner().invoke(main, ["profile", *map(str, arguments)])
 
 
+def times():
+    """(C, R, P, seconds) that the built-in profile would have."""
+    model = load_profile().cost_model()
+    cells = itertools.product((1, 2, 4), LENGTHS, (0, 16384))
+    return [(degree, suffix, prefix, model.prefill_s(suffix, prefix, degree)) for degree, suffix, prefix in cells]
+
+
 @pytest.fixture
 def log(tmp_path):
-    """Times that the built-in profile would have, as CSV with a column too many."""
-    model = load_profile().cost_model()
+    """These times as CSV with a column too many."""
     lines = ["degree,suffix_tokens,note,prefix_tokens,seconds"]
-    for degree in (1, 2, 4):
-        for suffix in LENGTHS:
-            for prefix in (0, 16384):
-                lines.append(f"{degree},{suffix},x,{prefix},{model.prefill_s(suffix, prefix, degree)}")
+    lines += [f"{degree},{suffix},x,{prefix},{seconds}" for degree, suffix, prefix, seconds in times()]
     path = tmp_path / "log.csv"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -66,6 +87,9 @@ def test_a_log_is_fitted_without_torch(log, tmp_path, monkeypatch):
         ('{"degree": 1, "suffix_tokens": 5, "prefix_tokens": 0, "seconds": "soon"}\n', ("line 1", "seconds", "soon")),
         ('{"degree": 1, "suffix_tokens": 5.5, "prefix_tokens": 0, "seconds": 1}\n', ("line 1", "suffix_tokens", "5.5")),
         ('{"degree": 1, "suffix_tokens": 5, "prefix_tokens": 0, "seconds": -1}\n', ("line 1", "seconds", "-1")),
+        ('{"degree": 3, "suffix_tokens": 5, "prefix_tokens": 0, "seconds": 1}\n', ("line 1", "degree", "power of two")),
+        ('{"degree": 1, "suffix_tokens": 5, "prefix_tokens": 0, "seconds": 1, "batch": 0}\n', ("line 1", "batch")),
+        ('{"degree": 1, "suffix_tokens": 5, "prefix_tokens": 0, "seconds": 1, "batch": 2}\n', ("packed steps only",)),
         ("{nonsense\n", ("line 1", "no JSON object")),
         ('{"degree": 1, "suffix_tokens": 5, "prefix_tokens": 0, "seconds": 1}\n', ("do not settle", "needed")),
     ],
@@ -91,20 +115,163 @@ def test_what_exists_is_replaced_by_force_only_and_one_source_is_asked_for(log, 
 
 
 def test_samples_come_back_from_their_file(tmp_path):
-    samples = [PrefillSample(2, 64, 128, 0.5), PrefillSample(1, 64, 0, 0.25)]
-    for sample in samples:
-        append_sample(tmp_path / "log.jsonl", sample)
-    assert read_samples(tmp_path / "log.jsonl") == samples
+    samples = (PrefillSample(2, 64, 128, 0.5), PrefillSample(1, 64, 0, 0.25))
+    packed = PackedStep(2, 4, 64, 128, 0.5)
+    path = tmp_path / "log.jsonl"
+    begin_samples(path, {"dtype": "float32"})
+    for sample in (*samples, packed):
+        append_sample(path, sample)
+    log = read_samples(path)
+    assert (log.samples, log.packed, log.setup) == (samples, (packed,), {"dtype": "float32"})
+
+
+def test_half_a_line_of_a_run_that_was_killed_is_cut_off(tmp_path):
+    path, setup = tmp_path / "log.jsonl", {"dtype": "float32"}
+    begin_samples(path, setup)
+    append_sample(path, PrefillSample(2, 64, 0, 0.5))
+    whole = path.read_bytes()
+    for cut in range(1, 60):
+        path.write_bytes(whole + whole[-61:][:cut])
+        log = resume_samples(path, setup)
+        assert log.samples == (PrefillSample(2, 64, 0, 0.5),)
+        assert path.read_bytes() == whole
+
+
+def test_samples_of_another_setup_are_not_gone_on_with(tmp_path):
+    path = tmp_path / "log.jsonl"
+    begin_samples(path, {"model": "a", "dtype": "float32"})
+    with pytest.raises(ConfigError, match=r"taken with dtype 'float32'; accepted .*'bfloat16'"):
+        resume_samples(path, {"model": "a", "dtype": "bfloat16"})
+    path.write_text('{"degree": 1, "suffix_tokens": 5, "prefix_tokens": 0, "seconds": 1}\n')
+    with pytest.raises(ConfigError, match="no run has begun"):
+        resume_samples(path, {})
 
 
 @pytest.mark.parametrize("max_tokens", [256, 1000, 4096, 131072])
 def test_the_grid_stays_within_the_longest_prompt_and_settles_every_coefficient(max_tokens):
     cells = cells_of((1, 2), max_tokens)
     assert len(set(cells)) == len(cells)
-    assert all(suffix + prefix <= max_tokens and prefix % BLOCK_TOKENS == 0 for _, suffix, prefix in cells)
-    assert {degree for degree, *_ in cells} == {1, 2}
-    assert len({suffix for _, suffix, prefix in cells if not prefix}) >= 3
-    assert any(prefix for _, _, prefix in cells)
+    assert all(cell.num_tokens <= max_tokens and cell.prefix_tokens % BLOCK_TOKENS == 0 for cell in cells)
+    assert {cell.degree for cell in cells} == {1, 2}
+    single = [cell for cell in cells if cell.num_requests == 1]
+    assert len({cell.suffix_tokens for cell in single if not cell.prefix_tokens}) >= 3
+    assert any(cell.prefix_tokens for cell in single)
+    assert any(cell.num_requests > 1 for cell in cells)
+    assert [cell.work for cell in cells] == sorted(cell.work for cell in cells)
+
+
+class Machine:
+    """Steps that take what a cost model says, on a clock of their own."""
+
+    def __init__(self, s_per_work):
+        self.now_s = 0.0
+        self.ran = []
+        self._s_per_work = s_per_work
+
+    async def step_s(self, cell):
+        seconds = cell.work * self._s_per_work
+        self.now_s += seconds
+        self.ran.append(cell)
+        return seconds
+
+    def rounds(self, cells, known=EMPTY_LOG, path=None, **settings):
+        return Rounds(
+            cells, MeasureSettings(folder=None, **settings), known, self.step_s, path, clock=lambda: self.now_s
+        )
+
+
+CELLS = cells_of((1, 2), 4096)
+
+
+@given(st.floats(-9, -3), st.floats(1, 1000))
+def test_a_run_ends_within_its_time_and_leaves_out_the_longest_only(magnitude, budget_s):
+    machine = Machine(10.0**magnitude)
+    rounds = machine.rounds(CELLS, budget_s=budget_s, num_rounds=3)
+    asyncio.run(rounds.run())
+    # Of each degree the first step is run whatever it takes.
+    first_s = max(cell.work for cell in CELLS[:2]) * 10.0**magnitude
+    assert machine.now_s <= budget_s + 2 * first_s
+    for degree in (1, 2):
+        of_degree = [cell for cell in CELLS if cell.degree == degree]
+        num_timed = len({cell for cell in machine.ran if cell.degree == degree})
+        assert {cell for cell in machine.ran if cell.degree == degree} <= set(of_degree[: num_timed + 1])
+    assert rounds.num_left_out == len(CELLS) - len(set(machine.ran))
+
+
+def test_with_time_enough_every_cell_is_timed_once_a_round_and_rounds_differ_in_order():
+    machine = Machine(1e-9)
+    rounds = machine.rounds(CELLS, num_rounds=4)
+    asyncio.run(rounds.run())
+    by_round = [machine.ran[start : start + len(CELLS)] for start in range(0, 4 * len(CELLS), len(CELLS))]
+    assert all(sorted(each) == sorted(CELLS) for each in by_round)
+    assert len({tuple(each) for each in by_round}) == 4
+    assert by_round[0] == CELLS
+    assert len(rounds.samples) + len(rounds.packed) == len(machine.ran)
+
+
+@given(st.integers(0, 3 * len(CELLS)))
+def test_a_run_that_broke_anywhere_goes_on_with_what_is_missing(num_before):
+    whole, broken, again = Machine(1e-9), Machine(1e-9), Machine(1e-9)
+    asyncio.run(whole.rounds(CELLS, num_rounds=3).run())
+
+    class Killed(Exception):
+        pass
+
+    async def step_s(cell):
+        if len(broken.ran) == num_before:
+            raise Killed
+        return await broken.step_s(cell)
+
+    first = Rounds(CELLS, MeasureSettings(folder=None, num_rounds=3), EMPTY_LOG, step_s, clock=lambda: 0.0)
+    with contextlib.suppress(Killed):
+        asyncio.run(first.run())
+    known = SampleLog(tuple(first.samples), tuple(first.packed))
+    asyncio.run(again.rounds(CELLS, known, num_rounds=3).run())
+    assert Counter(broken.ran + again.ran) == Counter(whole.ran)
+
+
+@given(st.floats(0, 0.1), st.floats(1e-6, 0.1))
+def test_a_copy_line_comes_back_from_its_points(latency_s, s_per_block):
+    line = CopyLine.through({count: latency_s + count * s_per_block for count in (1, 4, 16, 64)})
+    assert line.latency_s == pytest.approx(latency_s, abs=1e-6 * (latency_s + s_per_block))
+    assert line.s_per_block == pytest.approx(s_per_block, rel=1e-5)
+
+
+def test_packed_steps_of_a_log_are_compared_and_not_fitted(log, tmp_path):
+    model = load_profile().cost_model()
+    packed_s = model.step_s([(512, 0)] * 8, 2)
+    with_packed = tmp_path / "packed.jsonl"
+    rows = [dict(zip(("degree", "suffix_tokens", "prefix_tokens", "seconds"), each, strict=True)) for each in times()]
+    rows.append({"degree": 2, "suffix_tokens": 512, "prefix_tokens": 0, "seconds": packed_s, "batch": 8})
+    with_packed.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run("--from-samples", with_packed, "-o", tmp_path / "mine.toml", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["mean_error_ratio"] < 1e-6
+    (packed,) = document["packed"]
+    assert packed["num_requests"] == 8
+    assert packed["predicted_s"] == pytest.approx(packed_s)
+    assert packed["one_by_one_s"] > packed_s
+
+
+def test_traffic_is_read_before_anything_is_measured_and_gives_kappa(log, tmp_path):
+    output = tmp_path / "mine.toml"
+    result = run("--from-samples", log, "-o", output, "--traffic", "nowhere.jsonl")
+    assert result.exit_code == 2
+    assert not output.exists()
+    result = run("--from-samples", log, "-o", output, "--traffic", "synth:banana")
+    assert result.exit_code == 2
+    assert "banana" in result.stderr
+    assert run("--from-samples", log, "-o", output, "--slo", "soon").exit_code == 2
+
+
+def test_without_a_load_that_meets_the_target_there_is_a_profile_without_kappa(log, tmp_path):
+    output, trace = tmp_path / "mine.toml", tmp_path / "trace.jsonl"
+    write_trace(synthesise("conversation", seed=1, duration_s=60, rate_per_s=3), trace)
+    result = run("--from-samples", log, "-o", output, "--traffic", trace, "--slo", "0.001")
+    assert result.exit_code == 0, result.stderr
+    assert "no kappa" in result.stderr
+    assert load_profile(output).kappa is None
 
 
 def test_ranks_are_measured_and_a_broken_run_goes_on_where_it_was(tmp_path):
@@ -114,7 +281,7 @@ def test_ranks_are_measured_and_a_broken_run_goes_on_where_it_was(tmp_path):
     result = run(*arguments)
     assert result.exit_code == 0, result.stderr
     taken = samples.read_text().splitlines()
-    assert len(taken) == 2 * len(cells_of((1, 2), 256))
+    assert len(taken) == 1 + 2 * len(cells_of((1, 2), 256))
     profile = load_profile(output)
     assert profile.degrees == (1, 2)
     assert profile.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
@@ -122,8 +289,13 @@ def test_ranks_are_measured_and_a_broken_run_goes_on_where_it_was(tmp_path):
     assert profile.provenance["inter_node_bytes_per_s"].source is Source.ESTIMATED
     assert all(str(tmp_path) not in each.note for each in profile.provenance.values())
     document = json.loads(result.stdout)
-    assert len(document["cells"]) == len(cells_of((1, 2), 256))
-    assert document["packed"]
+    cells = cells_of((1, 2), 256)
+    assert len(document["cells"]) == sum(cell.num_requests == 1 for cell in cells)
+    assert len(document["packed"]) == sum(cell.num_requests > 1 for cell in cells)
+    assert set(document["copies"]) == {"inside the host", "over TCP", "to decode"}
+    refused = run(*arguments, "--resume", "--force", "--dtype", "bfloat16")
+    assert refused.exit_code == 2
+    assert "taken with dtype 'float32'" in refused.stderr
     samples.write_text("\n".join(taken[:-3]) + "\n")
     assert run(*arguments, "--resume", "--force").exit_code == 0
     again = samples.read_text().splitlines()

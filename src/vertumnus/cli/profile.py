@@ -1,20 +1,29 @@
 """`vertumnus profile`: a profile of one's own, measured here or fitted to a log."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from vertumnus.cli.options import DEFAULT_PROFILE_NAME, force_option, json_option, seed_option
+from vertumnus.cli.options import DEFAULT_PROFILE_NAME, SYNTH_PREFIX, force_option, json_option, seed_option
 from vertumnus.cli.output import note, percent, print_json, print_table, progress, seconds
-from vertumnus.errors import ConfigError
+from vertumnus.errors import ConfigError, VertumnusError
 
 if TYPE_CHECKING:
-    from vertumnus.core.fit import PrefillSample
     from vertumnus.core.fit_choice import Choice
     from vertumnus.core.profile import Profile
+    from vertumnus.core.slo import Slo
     from vertumnus.profiling.measure import Measured, MeasureSettings
+    from vertumnus.profiling.samples import PackedStep, SampleLog
+    from vertumnus.workload.trace import Trace
+
+
+class ProfilingError(click.ClickException):
+    """The ranks did not do what was asked of them: one sentence on standard error, exit status 1."""
 
 
 @click.command()
@@ -33,11 +42,16 @@ if TYPE_CHECKING:
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of one rank.")
 @click.option("--max-tokens", type=click.IntRange(256), default=4096, show_default=True, help="Longest prompt.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Samples of every cell.")
-@click.option("--minutes", type=click.FloatRange(0.1), default=8.0, show_default=True, help="No new round after that.")
+@click.option("--minutes", type=click.FloatRange(0.1), default=8.0, show_default=True, help="Time for them.")
 @click.option("--kv-mib-per-rank", type=click.IntRange(1), default=512, show_default=True, help="Memory for KV blocks.")
 @click.option("--samples", help="Keep the samples in FILE (default: beside the profile).", metavar="FILE")
 @click.option("--resume", is_flag=True, help="Go on with the samples that are there.")
-@click.option("--traffic", help="Trace for kappa, by a simulated load ramp on the measured costs.", metavar="TRACE")
+@click.option(
+    "--traffic",
+    help="Trace, or synth:KIND, for kappa, by a simulated load ramp on the measured costs.",
+    metavar="TRACE",
+)
+@click.option("--slo", default="1.0+0.0002L", show_default=True, help="TTFT target that kappa meets.")
 @click.option("--name", help="The profile's name (default: the file's).")
 @click.option("--plot", help="Predicted against measured, to FILE (.png, .svg or .pdf).", metavar="FILE")
 @seed_option
@@ -58,6 +72,7 @@ def command(
     samples: str | None,
     resume: bool,
     traffic: str | None,
+    slo: str,
     name: str | None,
     plot: str | None,
     seed: int,
@@ -74,6 +89,7 @@ def command(
     vertumnus profile --from-samples log.csv --base qwen3-30b-a3b-h100 -o mine.toml
     """
     from vertumnus.core.profile import write_profile
+    from vertumnus.core.slo import Slo
     from vertumnus.workload.output import check_writable
     from vertumnus.workload.plot_path import check_plot_path
 
@@ -83,9 +99,11 @@ def command(
     if (model is None) == (from_samples is None):
         raise ConfigError("give MODEL, to measure it here, or --from-samples FILE; accepted: one of them")
     name = name or Path(output).stem
+    target = Slo.parse(slo)
+    trace = None if traffic is None else _traffic(traffic, seed)
     if from_samples is not None:
-        profile, choice, found = _fitted(Path(from_samples), base, name)
-        measured = None
+        profile, choice, log = _fitted(Path(from_samples), base, name)
+        measured, packed = None, log.packed
     else:
         from vertumnus.profiling.measure import MeasureSettings
 
@@ -102,9 +120,9 @@ def command(
         )
         samples_path = Path(samples) if samples is not None else Path(output).with_suffix(".samples.jsonl")
         measured, choice, profile = _measured(settings, samples_path, resume, kv_mib_per_rank, name, force)
-        found = list(measured.samples)
-    if traffic is not None:
-        profile = _with_kappa(profile, traffic, seed)
+        packed = measured.packed
+    if trace is not None:
+        profile = _with_kappa(profile, trace, target)
     write_profile(profile, output, force=force)
     if plot is not None:
         from vertumnus.profiling.plot import write_fit_plot
@@ -112,22 +130,24 @@ def command(
         write_fit_plot(choice.chosen.fit, name, plot, force=force)
         note(f"plot: {plot}")
     if as_json:
-        print_json(_document(profile, choice, found, measured))
+        print_json(_document(profile, choice, measured, packed))
         return
     _show(profile, choice, measured)
     note(f"profile: {output}")
 
 
-def _fitted(path: Path, base: str, name: str) -> "tuple[Profile, Choice, list[PrefillSample]]":
+def _fitted(path: Path, base: str, name: str) -> "tuple[Profile, Choice, SampleLog]":
     from vertumnus.core.fit_choice import choose_fit
     from vertumnus.core.profile import load_profile
     from vertumnus.profiling.build import profile_of_samples
     from vertumnus.profiling.samples import read_samples
 
     base_profile = load_profile(base)
-    found = read_samples(path)
-    choice = choose_fit(found)
-    return profile_of_samples(base_profile, choice, found, name=name), choice, found
+    log = read_samples(path)
+    if log.packed:
+        note(f"{len(log.packed)} packed steps are compared with the fit, which takes steps of one request")
+    choice = choose_fit(log.samples)
+    return profile_of_samples(base_profile, choice, log.samples, name=name), choice, log
 
 
 def _measured(
@@ -137,35 +157,50 @@ def _measured(
     from vertumnus.core.fit_choice import choose_fit
     from vertumnus.engine.model_config import Dtype, ModelConfig
     from vertumnus.profiling.build import profile_of_measured
-    from vertumnus.profiling.measure import cells_of, measure
-    from vertumnus.profiling.samples import read_samples
+    from vertumnus.profiling.grid import cells_of
+    from vertumnus.profiling.measure import EMPTY_LOG, measure
+    from vertumnus.profiling.samples import begin_samples, resume_samples
     from vertumnus.workload.output import check_writable
 
     config = ModelConfig.from_folder(settings.folder)
     if settings.max_tokens > config.max_positions:
         raise ConfigError(f"max_tokens is {settings.max_tokens}; accepted: at most {config.max_positions}, the model's")
-    known = []
-    if resume and samples_path.exists():
-        known = read_samples(samples_path)
-    elif samples_path.exists():
-        check_writable(samples_path, force=force)
-        samples_path.unlink()
+    about = environment("")
+    chosen_dtype = Dtype(settings.dtype) if settings.dtype is not None else config.dtype
+    setup = {
+        "model": settings.folder.absolute().name,
+        "dtype": chosen_dtype.value,
+        "threads_per_rank": settings.threads_per_rank,
+        "hardware": about["hardware"],
+        "torch": about.get("torch"),
+    }
+    known = EMPTY_LOG
+    check_writable(samples_path, force=force or resume)
+    if resume:
+        known = resume_samples(samples_path, setup)
+    else:
+        begin_samples(samples_path, setup)
     if settings.num_ranks == 1:
         note("one rank: its degree 1 alone is measured")
     num_planned = len(cells_of(settings.degrees, settings.max_tokens)) * settings.num_rounds
-    with progress("measuring", num_planned) as show:
-        measured = asyncio.run(
-            measure(settings, known=known, samples_path=samples_path, on_progress=lambda done, _: show(done))
-        )
+    try:
+        with progress("measuring", num_planned) as show:
+            measured = asyncio.run(
+                measure(settings, known=known, samples_path=samples_path, on_progress=lambda done, _: show(done))
+            )
+    except ConfigError:
+        raise
+    except VertumnusError as error:
+        raise ProfilingError(f"{error}; what was measured is in {samples_path}, to go on with --resume") from None
+    if measured.num_left_out:
+        note(f"{measured.num_left_out} of {num_planned // settings.num_rounds} cells would have taken too long")
     choice = choose_fit(measured.samples)
-    dtype = Dtype(settings.dtype) if settings.dtype is not None else config.dtype
-    kv_bytes = config.kv_bytes_per_token(dtype)
-    about = environment("")
+    kv_bytes = config.kv_bytes_per_token(chosen_dtype)
     profile = profile_of_measured(
         measured,
         choice,
         name=name,
-        model=f"{settings.folder.absolute().name}, {dtype.value}",
+        model=f"{setup['model']}, {chosen_dtype.value}",
         hardware=f"{about['hardware']}, {settings.threads_per_rank} thread(s) a rank",
         kv_bytes_per_token=kv_bytes,
         kv_capacity_tokens=(kv_mib << 20) // kv_bytes,
@@ -174,30 +209,39 @@ def _measured(
     return measured, choice, profile
 
 
-def _with_kappa(profile: "Profile", traffic: str, seed: int) -> "Profile":
+def _traffic(text: str, seed: int) -> "Trace":
+    """Read before anything is measured: a wrong name costs nobody the run."""
+    from vertumnus.workload.readers import read_trace
+    from vertumnus.workload.synthesis import synthesise
+
+    if text.startswith(SYNTH_PREFIX):
+        return synthesise(text[len(SYNTH_PREFIX) :], seed=seed)
+    return read_trace(text, seed=seed)
+
+
+def _with_kappa(profile: "Profile", trace: "Trace", slo: "Slo") -> "Profile":
+    """Or the profile as it is, with a word on why, where some degree cannot serve this traffic."""
     from vertumnus.core.profile import Provenance, Source
     from vertumnus.sim.kappa import RampSettings, measured_kappa
-    from vertumnus.workload.readers import read_trace
 
-    trace = read_trace(traffic, seed=seed)
-    kappa = measured_kappa(trace, profile, RampSettings(num_gpus=None))
+    kappa = measured_kappa(trace, profile, RampSettings(num_gpus=None, slo=slo))
     if not all(kappa.values()):
         late = ", ".join(str(degree) for degree, value in kappa.items() if not value)
-        raise ConfigError(
-            f"traffic is {trace.name!r}, of which degree {late} serves nothing in time; accepted: shorter"
-        )
-    return profile.with_kappa(kappa, Provenance(Source.ESTIMATED, f"simulated load ramp of one worker, {trace.name}"))
+        note(f"no kappa: degree {late} serves nothing of {trace.name} within {slo}")
+        return profile
+    how = f"simulated load ramp of one worker, {trace.name}, SLO {slo}"
+    return profile.with_kappa(kappa, Provenance(Source.ESTIMATED, how))
 
 
 def _document(
-    profile: "Profile", choice: "Choice", samples: "list[PrefillSample]", measured: "Measured | None"
+    profile: "Profile", choice: "Choice", measured: "Measured | None", packed: "Sequence[PackedStep]"
 ) -> dict[str, Any]:
     chosen = choice.chosen
     document: dict[str, Any] = {
         "profile": profile.name,
         "degrees": list(profile.degrees),
         "form": chosen.form.value,
-        "num_samples": len(samples),
+        "num_samples": choice.num_samples,
         "mean_error_ratio": chosen.fit.mean_error_ratio,
         "max_error_ratio": chosen.fit.max_error_ratio,
         "forms": [
@@ -222,24 +266,38 @@ def _document(
             for cell in chosen.fit.cells
         ],
     }
+    if packed:
+        document["packed"] = _packed(profile, packed)
     if measured is not None:
-        model = profile.cost_model()
         document |= {
-            "copy_latency_s": measured.copy_latency_s,
-            "copy_s_per_block": measured.copy_s_per_block,
+            "num_left_out": measured.num_left_out,
+            "copies": {way.value: asdict(line) for way, line in measured.copies.items()},
             "switch_s": measured.switch_s,
-            "packed": [
-                {
-                    "degree": each.degree,
-                    "num_requests": each.num_requests,
-                    "suffix_tokens": each.suffix_tokens,
-                    "measured_s": each.seconds,
-                    "predicted_s": model.step_s([(each.suffix_tokens, 0)] * each.num_requests, each.degree),
-                }
-                for each in measured.packed
-            ],
         }
+    if profile.kappa is not None:
+        document["kappa"] = {str(degree): value for degree, value in profile.kappa.items()}
     return document
+
+
+def _packed(profile: "Profile", packed: "Sequence[PackedStep]") -> list[dict[str, Any]]:
+    """Median of each packed step beside what the cost model says of it, and of its requests one by one."""
+    model = profile.cost_model()
+    times_s: dict[tuple[int, int, int, int], list[float]] = {}
+    for each in packed:
+        key = (each.degree, each.num_requests, each.suffix_tokens, each.prefix_tokens)
+        times_s.setdefault(key, []).append(each.seconds)
+    return [
+        {
+            "degree": degree,
+            "num_requests": count,
+            "suffix_tokens": suffix,
+            "prefix_tokens": prefix,
+            "measured_s": median(seconds),
+            "predicted_s": model.step_s([(suffix, prefix)] * count, degree),
+            "one_by_one_s": count * model.prefill_s(suffix, prefix, degree),
+        }
+        for (degree, count, suffix, prefix), seconds in sorted(times_s.items())
+    ]
 
 
 def _show(profile: "Profile", choice: "Choice", measured: "Measured | None") -> None:
@@ -275,5 +333,10 @@ def _show(profile: "Profile", choice: "Choice", measured: "Measured | None") -> 
         ],
     )
     if measured is not None:
-        rate, latency_ms = profile.intra_node_bytes_per_s / 1e9, 1e3 * measured.copy_latency_s
-        note(f"copies {rate:.2f} GB/s after {latency_ms:.1f} ms; switch {1e3 * measured.switch_s:.1f} ms")
+        for way, rate in (
+            ("inside the host", profile.intra_node_bytes_per_s),
+            ("to decode", profile.decode_bytes_per_s),
+        ):
+            latency_s = profile.copy_latency_s if way == "inside the host" else profile.decode_latency_s
+            note(f"copies {way}: {rate / 1e9:.2f} GB/s after {1e3 * latency_s:.1f} ms")
+        note(f"switch {1e3 * measured.switch_s:.1f} ms")

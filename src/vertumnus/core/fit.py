@@ -165,7 +165,8 @@ def _solve(
 
 def _check_identifiable(scaled: FloatArray, symbols: Sequence[str]) -> None:
     """Raises ConfigError, naming the coefficients that the samples leave open, unless they settle them all."""
-    _, singular, rows = np.linalg.svd(scaled, full_matrices=True)
+    # Of the triangle alone, which has the same singular values: the design may have a hundred thousand rows.
+    _, singular, rows = np.linalg.svd(np.linalg.qr(scaled, mode="r"), full_matrices=True)
     rank = int(np.sum(singular > _SINGULAR_RATIO * singular[0]))
     if rank == len(symbols):
         return

@@ -10,11 +10,21 @@ from dataclasses import dataclass
 from enum import Enum
 from math import inf, log
 
+import numpy as np
+
 from vertumnus.core.fit import Fit, PrefillSample, fit_fixed_per_degree, fit_per_degree, fit_uniform
 from vertumnus.errors import ConfigError
 
 MIN_GAIN_RATIO = 0.05
 """Share of the held-out error that a richer form must save."""
+
+MIN_BIC_GAIN = 6.0
+"""By how much it must lower the information criterion: strong evidence, a likelihood ratio of twenty."""
+
+LARGEST_GRID = 100
+"""Cells of which each is left out by itself; a longer log is left out in NUM_FOLDS parts."""
+
+NUM_FOLDS = 10
 
 
 class Form(Enum):
@@ -29,8 +39,9 @@ class Form(Enum):
 class Candidate:
     """A form, fitted to all cells.
 
-    held_out_error_ratio: mean absolute relative error of each cell as predicted from all the others. bic: n*ln(mean
-    squared relative error) + k*ln(n), over n cells with k coefficients; smaller is better.
+    held_out_error_ratio: mean absolute relative error of cells that were left out of the fit, each once (by itself,
+    or in parts of a long log); infinite where the others never settle the form. bic: n*ln(mean squared relative error)
+    + k*ln(n), over n cells with k coefficients; smaller is better.
     """
 
     form: Form
@@ -46,6 +57,7 @@ class Choice:
 
     candidates: tuple[Candidate, ...]
     chosen: Candidate
+    num_samples: int
 
 
 def choose_fit(samples: Sequence[PrefillSample]) -> Choice:
@@ -73,9 +85,9 @@ def choose_fit(samples: Sequence[PrefillSample]) -> Choice:
     chosen = candidates[0]
     for richer in candidates[1:]:
         saved = 1.0 - richer.held_out_error_ratio / max(chosen.held_out_error_ratio, 1e-12)
-        if saved >= MIN_GAIN_RATIO and richer.bic < chosen.bic:
+        if saved >= MIN_GAIN_RATIO and richer.bic < chosen.bic - MIN_BIC_GAIN:
             chosen = richer
-    return Choice(tuple(candidates), chosen)
+    return Choice(tuple(candidates), chosen, len(samples))
 
 
 def medians(samples: Sequence[PrefillSample]) -> list[PrefillSample]:
@@ -102,13 +114,19 @@ def _candidate(
 
 
 def _held_out(fit_form: Callable[[Sequence[PrefillSample]], Fit], cells: list[PrefillSample]) -> float:
-    """Each cell predicted from the others; cells that are needed to settle a coefficient are left out of the mean."""
-    errors = []
-    for index, cell in enumerate(cells):
+    """Each cell predicted without it; cells that are needed to settle a coefficient are left out of the mean."""
+    order = np.random.default_rng(0).permutation(len(cells))
+    num_folds = len(cells) if len(cells) <= LARGEST_GRID else NUM_FOLDS
+    errors: list[float] = []
+    for number in range(num_folds):
+        left_out = set(order[number::num_folds].tolist())
         try:
-            model = fit_form(cells[:index] + cells[index + 1 :]).cost_model()
-            predicted_s = model.prefill_s(cell.suffix_tokens, cell.prefix_tokens, cell.degree)
+            model = fit_form([cell for index, cell in enumerate(cells) if index not in left_out]).cost_model()
+            held_out = [cells[index] for index in sorted(left_out)]
+            errors += [
+                abs(model.prefill_s(each.suffix_tokens, each.prefix_tokens, each.degree) / each.seconds - 1)
+                for each in held_out
+            ]
         except ConfigError:
             continue
-        errors.append(abs(predicted_s / cell.seconds - 1))
     return statistics.fmean(errors) if errors else inf

@@ -10,7 +10,9 @@ from vertumnus.core.cost import Coefficients
 from vertumnus.core.fit import PrefillSample
 from vertumnus.core.fit_choice import Choice, Form
 from vertumnus.core.profile import Profile, Provenance, Source
-from vertumnus.profiling.measure import BLOCK_TOKENS, Measured
+from vertumnus.profiling.copies import Way
+from vertumnus.profiling.grid import BLOCK_TOKENS
+from vertumnus.profiling.measure import Measured
 
 __all__ = ["measured_now", "profile_of_measured", "profile_of_samples"]
 
@@ -79,14 +81,18 @@ def profile_of_measured(
         f"{len(measured.samples)} samples, {chosen.form.value}, mean error {chosen.fit.mean_error_ratio:.1%}, "
         f"held out {chosen.held_out_error_ratio:.1%}; {here.note}"
     )
-    bytes_per_s = BLOCK_TOKENS * kv_bytes_per_token / max(measured.copy_s_per_block, 1e-9)
+    bytes_per_s = {
+        way: BLOCK_TOKENS * kv_bytes_per_token / max(line.s_per_block, 1e-9) for way, line in measured.copies.items()
+    }
     of_model = Provenance(Source.PUBLISHED, "from the model's config.json")
     sources = {
         "kv_bytes_per_token": of_model,
         "kv_capacity_tokens_per_gpu": Provenance(Source.ESTIMATED, "what the memory given to KV blocks holds"),
         "max_sequence_tokens": of_model,
         "intra_node_bytes_per_s": here,
-        "inter_node_bytes_per_s": Provenance(Source.ESTIMATED, "as inside the host: one host was measured"),
+        "inter_node_bytes_per_s": Provenance(
+            Source.ESTIMATED, f"over TCP inside one host, no second was at hand; {here.note}"
+        ),
         "decode_bytes_per_s": here,
         "copy_latency_s": here,
         "decode_latency_s": here,
@@ -107,11 +113,11 @@ def profile_of_measured(
         kv_bytes_per_token=kv_bytes_per_token,
         kv_capacity_tokens_per_gpu=kv_capacity_tokens,
         max_sequence_tokens=max_sequence_tokens,
-        intra_node_bytes_per_s=bytes_per_s,
-        inter_node_bytes_per_s=bytes_per_s,
-        copy_latency_s=measured.copy_latency_s,
-        decode_bytes_per_s=bytes_per_s,
-        decode_latency_s=measured.copy_latency_s,
+        intra_node_bytes_per_s=bytes_per_s[Way.INSIDE],
+        inter_node_bytes_per_s=bytes_per_s[Way.TCP],
+        copy_latency_s=measured.copies[Way.INSIDE].latency_s,
+        decode_bytes_per_s=bytes_per_s[Way.DECODE],
+        decode_latency_s=measured.copies[Way.DECODE].latency_s,
         first_token_s=0.0,
         switch_s=measured.switch_s,
         provenance=sources | fitted,

@@ -1,12 +1,17 @@
-"""Queue-free prefill, copies and switches of real ranks, interleaved and repeated against noise."""
+"""Queue-free prefill, copies and switches of real ranks, interleaved and repeated against noise.
 
-import random
+The first round goes from short steps to long ones, and leaves out what would take more than its share of the time; the
+others each go in an order of their own, so that whatever else the machine does meets all cells alike.
+"""
+
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from vertumnus.core.composition import RankGroup
 from vertumnus.core.fit import PrefillSample
@@ -14,23 +19,23 @@ from vertumnus.engine.messages import Refusal
 from vertumnus.engine.pool import RankPool
 from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.errors import ConfigError
-from vertumnus.profiling.samples import append_sample
-from vertumnus.serve.calibration import CalibrationFailed, time_copies, time_step
+from vertumnus.profiling.copies import COPIED_BLOCKS, CopyLine, Way, time_ways
+from vertumnus.profiling.grid import BLOCK_TOKENS, StepCell, cells_of
+from vertumnus.profiling.samples import PackedStep, SampleLog, append_sample
+from vertumnus.serve.calibration import CalibrationFailed, time_step
 
-BLOCK_TOKENS = 64
-LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 NUM_SWITCHES = 40
-NUM_COPIED_BLOCKS = 64
+LARGEST_SHARE_RATIO = 1 / 25
+"""Of the time that one step may take."""
 
-Cell = tuple[int, int, int]
-"""(C, R, P)."""
+EMPTY_LOG = SampleLog((), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureSettings:
     """What is measured: `num_ranks` prefill ranks and one to hand over to. max_tokens: the longest prompt.
 
-    num_rounds: samples of every cell; fewer once `budget_s` seconds have passed, but one.
+    num_rounds: samples of every cell; fewer once `budget_s` seconds have passed.
     """
 
     folder: Path
@@ -42,63 +47,48 @@ class MeasureSettings:
     budget_s: float = 480.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.max_tokens < 4 * BLOCK_TOKENS:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; accepted: {4 * BLOCK_TOKENS} or more")
+        if self.num_ranks not in (1, 2, 4, 8):
+            raise ConfigError(f"ranks is {self.num_ranks}; accepted: 1, 2, 4 or 8")
+
     @property
     def degrees(self) -> tuple[int, ...]:
         return tuple(degree for degree in (1, 2, 4, 8) if degree <= self.num_ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedStep:
-    """Several equal cold prompts in one step: do they share d, as the cost model says?"""
-
-    degree: int
-    num_requests: int
-    suffix_tokens: int
-    seconds: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """All that ranks were asked. Copies are of one KV block of BLOCK_TOKENS tokens, from rank to rank."""
+    """All that ranks were asked. copies: of KV blocks of BLOCK_TOKENS tokens. num_left_out: cells without a sample, as
+    they would have taken too long."""
 
     samples: tuple[PrefillSample, ...]
     packed: tuple[PackedStep, ...]
-    copy_latency_s: float
-    copy_s_per_block: float
+    copies: Mapping[Way, CopyLine]
     switch_s: float
-
-
-def cells_of(degrees: Iterable[int], max_tokens: int) -> list[Cell]:
-    """Cold prompts of doubling length, and suffixes up to a quarter of `max_tokens` behind prefixes of one to three
-    quarters of it."""
-    cold = [(length, 0) for length in LENGTHS if length <= max_tokens]
-    quarter = max_tokens // 4 // BLOCK_TOKENS * BLOCK_TOKENS
-    suffixes = [length for length in LENGTHS if length <= quarter][::2]
-    warm = [(suffix, share * quarter) for suffix in suffixes for share in (1, 2, 3) if quarter]
-    return [(degree, suffix, prefix) for degree in degrees for suffix, prefix in cold + warm]
+    num_left_out: int = 0
 
 
 async def measure(
     settings: MeasureSettings,
     *,
-    known: Sequence[PrefillSample] = (),
+    known: SampleLog = EMPTY_LOG,
     samples_path: Path | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda num_done, num_planned: None,
 ) -> Measured:
-    """Starts ranks, measures, ends them. `known` samples count as taken already; new ones are appended to
+    """Starts ranks, measures, ends them. What is `known` counts as taken already; new samples are appended to
     `samples_path` as they come. `on_progress` is told (done, planned).
 
-    Raises ConfigError for settings that the model does not allow, CalibrationFailed or PoolError if ranks fail.
+    Raises ConfigError for a model that cannot be used, CalibrationFailed or PoolError if ranks fail.
     """
-    if settings.max_tokens < 4 * BLOCK_TOKENS:
-        raise ConfigError(f"max_tokens is {settings.max_tokens}; accepted: {4 * BLOCK_TOKENS} or more")
-    if settings.num_ranks not in (1, 2, 4, 8):
-        raise ConfigError(f"ranks is {settings.num_ranks}; accepted: 1, 2, 4 or 8")
+    cells = cells_of(settings.degrees, settings.max_tokens)
+    num_blocks = max(cell.num_requests * -(-cell.num_tokens // cell.num_requests // BLOCK_TOKENS) for cell in cells)
     ranks = await RankPool.start(
         PoolConfig(
             source="vertumnus.engine.model_source:load",
             num_ranks=settings.num_ranks + 1,
-            num_slots=max(-(-settings.max_tokens // BLOCK_TOKENS), NUM_COPIED_BLOCKS) + 8,
+            num_slots=max(num_blocks, *COPIED_BLOCKS) + 8,
             options={"folder": str(settings.folder), "dtype": settings.dtype, "block_tokens": BLOCK_TOKENS},
             threads_per_rank=settings.threads_per_rank,
             step_timeout_s=600,
@@ -106,57 +96,97 @@ async def measure(
     )
     try:
         bench = _Bench(ranks, settings.num_ranks)
-        latency_s, per_block_s = await time_copies(ranks, NUM_COPIED_BLOCKS, destination=settings.num_ranks)
+        copies = await time_ways(ranks, settings.num_ranks)
         switch_s = await bench.switches(settings.degrees)
-        samples = await _prefill(bench, settings, known, samples_path, on_progress)
-        packed = [
-            PackedStep(degree, count, suffix, await bench.step(degree, [(suffix, 0)] * count))
-            for degree in settings.degrees
-            for count, suffix in ((2, 128), (4, 64), (4, 256), (8, 128))
-            if count * suffix <= settings.max_tokens
-        ]
+        for degree in settings.degrees:
+            await bench.step(StepCell(degree, 256, 0))  # warms caches and allocators
+        rounds = Rounds(cells, settings, known, bench.step, samples_path, on_progress)
+        await rounds.run()
     finally:
         await ranks.close()
     return Measured(
-        samples=tuple(samples),
-        packed=tuple(packed),
-        copy_latency_s=latency_s,
-        copy_s_per_block=per_block_s,
+        samples=tuple(rounds.samples),
+        packed=tuple(rounds.packed),
+        copies=copies,
         switch_s=switch_s,
+        num_left_out=rounds.num_left_out,
     )
 
 
-async def _prefill(
-    bench: "_Bench",
-    settings: MeasureSettings,
-    known: Sequence[PrefillSample],
-    samples_path: Path | None,
-    on_progress: Callable[[int, int], None] | None,
-) -> list[PrefillSample]:
-    cells = cells_of(settings.degrees, settings.max_tokens)
-    taken = Counter((sample.degree, sample.suffix_tokens, sample.prefix_tokens) for sample in known)
-    samples = list(known)
-    rng = random.Random(settings.seed)
-    num_planned = len(cells) * settings.num_rounds
-    num_done = sum(min(taken[cell], settings.num_rounds) for cell in cells)
-    for degree in settings.degrees:
-        await bench.step(degree, [(256, 0)])  # warms caches and allocators
-    deadline_s = time.monotonic() + settings.budget_s
-    for number in range(settings.num_rounds):
-        rng.shuffle(cells)
-        for cell in cells:
-            if taken[cell] > number or (number and time.monotonic() > deadline_s):
-                continue
-            degree, suffix_tokens, prefix_tokens = cell
-            seconds = await bench.step(degree, [(suffix_tokens, prefix_tokens)])
-            sample = PrefillSample(degree, suffix_tokens, prefix_tokens, seconds)
-            samples.append(sample)
-            if samples_path is not None:
-                append_sample(samples_path, sample)
-            num_done += 1
-            if on_progress is not None:
-                on_progress(num_done, num_planned)
-    return samples
+class Rounds:
+    """Times every cell once a round until the rounds or the time are up. See the module's text."""
+
+    def __init__(
+        self,
+        cells: Sequence[StepCell],
+        settings: MeasureSettings,
+        known: SampleLog,
+        step_s: Callable[[StepCell], Awaitable[float]],
+        samples_path: Path | None = None,
+        on_progress: Callable[[int, int], None] = lambda num_done, num_planned: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """cells: least work first. step_s: runs one and says how long it took."""
+        self.samples = list(known.samples)
+        self.packed = list(known.packed)
+        self._cells = cells
+        self._settings = settings
+        self._step_s = step_s
+        self._path = samples_path
+        self._on_progress = on_progress
+        self._clock = clock
+        self._taken: Counter[StepCell] = Counter()
+        self._s_per_work: dict[int, float] = {}
+        """By degree, of the longest step so far."""
+        for sample in self.samples:
+            self._note(StepCell(sample.degree, sample.suffix_tokens, sample.prefix_tokens), sample.seconds)
+        for packed in self.packed:
+            cell = StepCell(packed.degree, packed.suffix_tokens, packed.prefix_tokens, packed.num_requests)
+            self._note(cell, packed.seconds)
+
+    @property
+    def num_left_out(self) -> int:
+        """Cells without any sample."""
+        return sum(not self._taken[cell] for cell in self._cells)
+
+    async def run(self) -> None:
+        """Raises what a step raises; the samples so far are in the file then."""
+        budget_s = self._settings.budget_s
+        deadline_s = self._clock() + budget_s
+        num_rounds = self._settings.num_rounds
+        for number in range(num_rounds):
+            for cell in self._ordered(number):
+                if self._taken[cell] > number:
+                    continue
+                guessed_s = self._s_per_work.get(cell.degree, 0.0) * cell.work
+                if self._clock() + guessed_s > deadline_s or guessed_s > budget_s * LARGEST_SHARE_RATIO:
+                    continue
+                self._add(cell, await self._step_s(cell))
+                num_done = sum(min(self._taken[each], num_rounds) for each in self._cells)
+                self._on_progress(num_done, num_rounds * len(self._cells))
+
+    def _ordered(self, number: int) -> list[StepCell]:
+        if not number:
+            return list(self._cells)
+        draw = np.random.default_rng((self._settings.seed, number))
+        return [self._cells[index] for index in draw.permutation(len(self._cells)).tolist()]
+
+    def _add(self, cell: StepCell, seconds: float) -> None:
+        sample: PrefillSample | PackedStep
+        if cell.num_requests == 1:
+            sample = PrefillSample(cell.degree, cell.suffix_tokens, cell.prefix_tokens, seconds)
+            self.samples.append(sample)
+        else:
+            sample = PackedStep(cell.degree, cell.num_requests, cell.suffix_tokens, cell.prefix_tokens, seconds)
+            self.packed.append(sample)
+        if self._path is not None:
+            append_sample(self._path, sample)
+        self._note(cell, seconds)
+
+    def _note(self, cell: StepCell, seconds: float) -> None:
+        if all(cell.work >= each.work for each in self._taken if each.degree == cell.degree):
+            self._s_per_work[cell.degree] = seconds / cell.work
+        self._taken[cell] += 1
 
 
 class _Bench:
@@ -168,10 +198,11 @@ class _Bench:
         self._epoch = ranks.highest_epoch
         self._degree: int | None = None
 
-    async def step(self, degree: int, work: Sequence[tuple[int, int]]) -> float:
-        if degree != self._degree:
-            await self._activate(degree)
-        return await time_step(self._ranks, RankGroup(0, degree), self._epoch, BLOCK_TOKENS, work)
+    async def step(self, cell: StepCell) -> float:
+        if cell.degree != self._degree:
+            await self._activate(cell.degree)
+        work = [(cell.suffix_tokens, cell.prefix_tokens)] * cell.num_requests
+        return await time_step(self._ranks, RankGroup(0, cell.degree), self._epoch, BLOCK_TOKENS, work)
 
     async def switches(self, degrees: Sequence[int]) -> float:
         """Median seconds of taking up another degree on all ranks, or the same again where there is but one."""
