@@ -33,8 +33,9 @@ def test_a_constant_error_is_its_ratio_whatever_the_steps(predicted, factor):
 
 
 @given(steps, factors)
-def test_a_degree_is_corrected_by_its_error_within_bounds_and_others_are_left_alone(predicted, factor):
+def test_a_degree_is_corrected_by_its_error_within_bounds_and_others_that_were_seen_are_left_alone(predicted, factor):
     drift = Drift(COST_MODEL, SOON)
+    run(drift, 1, [1.0] * 30, 1.0)
     model = run(drift, 2, predicted * 3, factor)
     bounded = min(max(factor, 0.5), 2.0)
     if abs(bounded - 1) <= SOON.tolerance_ratio:
@@ -53,6 +54,33 @@ def test_once_corrected_nothing_changes_while_the_error_stays(predicted, factor)
     before = dict(drift.factors)
     run(drift, 2, predicted * 3, factor, model)
     assert drift.factors == before
+
+
+@given(steps, factors)
+def test_degrees_that_nobody_has_seen_go_with_the_others_until_they_are_seen(predicted, factor):
+    drift = Drift(COST_MODEL, SOON)
+    model = run(drift, 2, predicted * 3, factor)
+    assert drift.factors[1] == drift.factors[2]
+    later = run(drift, 1, [1.0] * 60, 1.0, model) or model
+    assert drift.factors[1] == pytest.approx(1.0, rel=SOON.tolerance_ratio + 1e-9)
+    if later is not None:
+        assert later.prefill_s(700, 30, 2) == pytest.approx(drift.factors[2] * COST_MODEL.prefill_s(700, 30, 2))
+
+
+def test_what_an_unseen_degree_has_summed_up_survives_a_correction_of_the_others():
+    drift = Drift(COST_MODEL, SOON)
+    for _ in range(10):
+        drift.record(1, 1.0, 1.5)
+    run(drift, 2, [1.0] * 20, 1.5)
+    assert drift.factors[1] == pytest.approx(1.5)
+    assert drift.ratios()[1] == pytest.approx(1.0)
+
+
+def test_a_step_that_stood_still_corrects_nothing():
+    drift = Drift(COST_MODEL, RefitSettings(min_steps=20, tolerance_ratio=0.15))
+    for number in range(200):
+        drift.record(2, 1.0, 300.0 if number == 150 else 1.0)
+        assert drift.corrected(2) is None
 
 
 def test_an_error_that_goes_away_is_unlearnt():
@@ -106,6 +134,19 @@ def test_a_policy_with_a_profile_that_is_wrong_by_two_degrades_gracefully_and_re
     refitted_s = mean_ttft_s(cost_factors=WRONG[error], has_refit=True)
     assert wrong_s < 2.5 * right_s
     assert refitted_s < 1.15 * right_s
+
+
+def test_an_error_of_all_degrees_does_not_set_those_that_nobody_has_seen_against_the_others():
+    trace = synthesise("conversation", seed=5, duration_s=400, rate_per_s=6.0)
+    base = {"num_gpus": 16, "composition": Composition.parse("8x2"), "blocks_per_rank": 1400}
+
+    def mean_ttft_s(**changes):
+        settings = SimulationSettings(**base, **changes)
+        return simulate(trace, load_profile(), "vertumnus", settings).latency.mean_ttft_s
+
+    right_s = mean_ttft_s()
+    for error in ("all twice", "all half"):
+        assert mean_ttft_s(cost_factors=WRONG[error], has_refit=True) < 1.1 * right_s
 
 
 def _fields(settings):

@@ -1,6 +1,7 @@
 """What an operator configures: the file, the environment's secrets, the flags; and what contradicts itself."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from vertumnus.errors import ConfigError
 from vertumnus.serve.config import SECRETS, ServeConfig, config_from, read_config
 from vertumnus.serve.rank_launch import check_fit, launch_file
 
+ROOT = Path(__file__).resolve().parents[2]
 POOL_TOKEN = "pool-0123456789abcdef"
 CONTROL_TOKEN = "control-0123456789abcdef"
 
@@ -89,3 +91,11 @@ def test_a_wrong_secret_is_not_repeated(tmp_path):
 
 def test_every_secret_is_a_key():
     assert set(SECRETS) <= set(ServeConfig.model_fields)
+
+
+def test_a_composition_needs_degrees_of_the_profile():
+    profile = str(ROOT / "benchmarks/results/profile-smollm2.toml")
+    values = {"model": str(tiny_model.folder()), "ranks": 4, "profile": profile}
+    assert config_from({**values, "composition": "2x2"}).checked()
+    with pytest.raises(ConfigError, match=r"composition is 1x4; accepted: degrees of profile .* \(1, 2\)"):
+        config_from({**values, "composition": "1x4"}).checked()

@@ -220,14 +220,25 @@ def _traffic(text: str, seed: int) -> "Trace":
 
 
 def _with_kappa(profile: "Profile", trace: "Trace", slo: "Slo") -> "Profile":
-    """Or the profile as it is, with a word on why, where some degree cannot serve this traffic."""
+    """Or the profile as it is, with a word on why, where some degree cannot serve this traffic.
+
+    Requests that are longer than the model takes are left out.
+    """
+    import numpy as np
+
     from vertumnus.core.profile import Provenance, Source
     from vertumnus.sim.kappa import RampSettings, measured_kappa
 
+    if profile.max_sequence_tokens is not None:
+        rows = np.flatnonzero(trace.input_tokens <= profile.max_sequence_tokens)
+        if len(rows) < 2:
+            note(f"no kappa: {trace.name} has no requests that the model takes")
+            return profile
+        trace = trace.selected(rows)
     kappa = measured_kappa(trace, profile, RampSettings(num_gpus=None, slo=slo))
     if not all(kappa.values()):
         late = ", ".join(str(degree) for degree, value in kappa.items() if not value)
-        note(f"no kappa: degree {late} serves nothing of {trace.name} within {slo}")
+        note(f"no kappa: at degree {late} no load of {trace.name} meets {slo}")
         return profile
     how = f"simulated load ramp of one worker, {trace.name}, SLO {slo}"
     return profile.with_kappa(kappa, Provenance(Source.ESTIMATED, how))

@@ -4,11 +4,15 @@ A profile is measured once; clocks, neighbours and drivers change. Per degree, p
 steps are summed with a decay; their ratio is the drift. A correction multiplies all coefficients of a degree by it.
 """
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vertumnus.core.cost import Coefficients, CostModel
 from vertumnus.errors import ConfigError
+
+STALL_FACTOR = 10.0
+"""A step that takes longer than so many times its prediction counts as this: it stood still, and says nothing more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +45,8 @@ class _AtDegree:
     actual_s: float = 0.0
     num_steps: int = 0
     """Since the last correction."""
-    factor: float = 1.0
-    """Applied so far, against the profile."""
+    factor: float | None = None
+    """Applied so far, against the profile; None before its steps have said anything: it then goes with the others."""
 
 
 class Drift:
@@ -59,7 +63,7 @@ class Drift:
         """One step, predicted by the cost model that is in force."""
         at = self._at[degree]
         at.predicted_s = at.predicted_s * self._decay + predicted_s
-        at.actual_s = at.actual_s * self._decay + actual_s
+        at.actual_s = at.actual_s * self._decay + min(actual_s, STALL_FACTOR * predicted_s)
         at.num_steps += 1
 
     def ratios(self) -> dict[int, float]:
@@ -68,20 +72,31 @@ class Drift:
 
     @property
     def factors(self) -> Mapping[int, float]:
-        """The corrections in force, by degree."""
-        return {degree: at.factor for degree, at in self._at.items()}
+        """The corrections in force, by degree. A degree that has not been seen enough to be judged is as far off as the
+        others are in the middle: mostly what has changed is the machine, which all of them share."""
+        seen = [at.factor for at in self._at.values() if at.factor is not None]
+        common = statistics.median(seen) if seen else 1.0
+        return {degree: common if at.factor is None else at.factor for degree, at in self._at.items()}
 
     def corrected(self, degree: int) -> CostModel | None:
         """The cost model to use from now on, if the degree has drifted; None if not, or if it is not to be followed."""
         at, settings = self._at[degree], self._settings
         if at.num_steps < settings.min_steps or at.predicted_s <= 0:
             return None
-        wanted = at.factor * at.actual_s / at.predicted_s
+        before = self.factors
+        wanted = before[degree] * at.actual_s / at.predicted_s
         factor = min(max(wanted, 1.0 / settings.max_factor), settings.max_factor)
-        if abs(factor / at.factor - 1.0) <= settings.tolerance_ratio:
+        if abs(factor / before[degree] - 1.0) <= settings.tolerance_ratio:
+            at.factor = before[degree]
+        else:
+            self._at[degree] = _AtDegree(factor=factor)
+        now = self.factors
+        if now == before:
             return None
-        self._at[degree] = _AtDegree(factor=factor)
-        return scaled(self._base, self.factors)
+        for unseen, each in self._at.items():
+            if each.factor is None:  # what it has summed up was predicted by the model that ends here
+                each.predicted_s *= now[unseen] / before[unseen]
+        return scaled(self._base, now)
 
 
 def scaled(cost_model: CostModel, factors: Mapping[int, float]) -> CostModel:

@@ -113,8 +113,6 @@ class ServeConfig(BaseModel):
                 raise ConfigError(
                     f"model is {str(self.model)!r}, without {pattern}; accepted: a complete model's folder"
                 )
-        if self.profile != "auto":
-            load_profile(self.profile)
         most_mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (self.ranks + self.decode_ranks) >> 20
         if self.launcher == "local" and self.kv_mib_per_rank > most_mib:
             raise ConfigError(
@@ -127,6 +125,13 @@ class ServeConfig(BaseModel):
         if composition.num_gpus != self.ranks:
             raise ConfigError(f"composition is {composition}, of {composition.num_gpus} ranks; accepted: {self.ranks}")
         lay_out(composition, Topology(self.ranks))
+        if self.profile != "auto":
+            known = load_profile(self.profile).degrees
+            if set(composition.degrees) - set(known):
+                shown = ", ".join(map(str, known))
+                raise ConfigError(
+                    f"composition is {composition}; accepted: degrees of profile {self.profile} ({shown})"
+                )
         Slo.parse(self.slo)
         return self
 
