@@ -28,7 +28,7 @@ from vertumnus.replay.prompts import Prompts
 from vertumnus.replay.run import ReplaySettings, replay
 from vertumnus.serve.generation import GenerationRequest
 from vertumnus.serve.live_backend import Watch
-from vertumnus.validation.virtual_time import run_virtually
+from vertumnus.serve.virtual_time import run_virtually
 from vertumnus.workload.trace import FloatArray
 
 RESULT = Path(__file__).parent / "results" / "adaptation-live.json"

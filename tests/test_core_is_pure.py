@@ -31,6 +31,7 @@ BELOW = {
     "profiling": {"profiling", "serve", "engine", "workload", "core", "errors"},
     "demo": {"demo", "workload", "core", "errors"},
     "replay": {"replay", "workload", "core", "errors"},
+    "validation": {"validation", "serve", "engine", "sim", "replay", "workload", "core", "errors"},
 }
 
 

@@ -34,6 +34,7 @@ from vertumnus.core.events import (
     StepStarted,
     TimerFired,
 )
+from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.index.reports import Removed, Snapshot, Stored
 from vertumnus.core.moves import MoveSettings
 from vertumnus.core.pulls import PullSettings
@@ -682,3 +683,13 @@ def test_epochs_go_on_from_the_one_that_the_groups_are_active_under():
     driver = Driver("2x1", epoch=7)
     assert {worker.epoch for worker in driver.plane.workers.all()} == {7}
     assert only(ActivateGroups, driver.tell(CompositionRequested(Composition.parse("1x2"))))[0].epoch == 8
+
+
+@pytest.mark.parametrize("now_s", [0.0, 1000.0])
+def test_scans_and_windows_begin_with_the_pool_whatever_the_clock_says(now_s):
+    plane = control_plane("2x1", replication=ReplicationSettings(), scan_interval_s=7.0, window_s=9.0)
+    plane.start(now_s)
+    assert plane.next_timer_s() == now_s + 7.0
+    adaptive = control_plane("2x1", controller=Towards("2x1"), window_s=9.0)
+    adaptive.start(now_s)
+    assert adaptive.next_timer_s() == now_s + 9.0

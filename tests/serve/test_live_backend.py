@@ -22,7 +22,7 @@ from vertumnus.serve import metric_families as families
 from vertumnus.serve.errors import Overloaded, ShuttingDown
 from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.metrics import Metrics, slo_verdict
-from vertumnus.validation.virtual_time import run_virtually
+from vertumnus.serve.virtual_time import run_virtually
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -17,7 +17,7 @@ from vertumnus.serve.errors import DeadlineExceeded, Overloaded, PoolFailed, Req
 from vertumnus.serve.generation import FinishReason, Generation, GenerationRequest
 from vertumnus.serve.live_pool import LivePool
 from vertumnus.serve.stub_ranks import StubSpeed
-from vertumnus.validation.virtual_time import run_virtually
+from vertumnus.serve.virtual_time import run_virtually
 
 
 async def read(generation: Generation) -> list[int]:

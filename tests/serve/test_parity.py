@@ -32,8 +32,8 @@ from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.serve.live_pool import LivePool
 from vertumnus.serve.live_settings import LiveSettings
 from vertumnus.serve.stub_ranks import StubRanks, StubSpeed
+from vertumnus.serve.virtual_time import run_virtually
 from vertumnus.sim.pool import SimulatedPool
-from vertumnus.validation.virtual_time import run_virtually
 
 COMPOSITION = Composition.parse("4x1,2x2")
 # No round numbers: where two things end at the same instant, their order is left to chance.

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import uvloop
-from tokenizers import Tokenizer, decoders, models
 
 from vertumnus.bench.held_up import HeldUp
 from vertumnus.core.composition import Composition, Topology, lay_out
@@ -36,11 +35,12 @@ from vertumnus.core.queueing import Discipline
 from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.errors import VertumnusError
 from vertumnus.serve.garbage import collect_rarely
-from vertumnus.serve.http import HttpConfig, Tokeniser, create_app, serve_http
+from vertumnus.serve.http import HttpConfig, create_app, serve_http
 from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.live_pool import LivePool
 from vertumnus.serve.live_settings import LiveSettings
 from vertumnus.serve.stub_ranks import StubRanks, StubSpeed
+from vertumnus.serve.stub_tokeniser import stub_tokeniser
 
 VOCAB_SIZE = 32_000
 STOP_TIMEOUT_S = 30.0
@@ -277,13 +277,6 @@ def _scaled(cost_model: CostModel, factor: float) -> CostModel:
     )
 
 
-def _tokeniser() -> Tokeniser:
-    """A word for every token id, put together as byte-level tokenizers do."""
-    tokenizer = Tokenizer(models.WordLevel({f"t{token_id}": token_id for token_id in range(VOCAB_SIZE)}, "t0"))
-    tokenizer.decoder = decoders.ByteLevel()
-    return Tokeniser(tokenizer)
-
-
 async def _serve(spec: StubRouterSpec) -> None:
     watch = Watch(num_decisions=20_000)
     pool, controller = stub_pool(spec, watch)
@@ -292,7 +285,7 @@ async def _serve(spec: StubRouterSpec) -> None:
     config = HttpConfig(
         model_name="stub", max_context_tokens=pool.settings.max_tokens, vocab_size=VOCAB_SIZE, drain_timeout_s=1.0
     )
-    tokeniser = _tokeniser()
+    tokeniser = stub_tokeniser(VOCAB_SIZE)
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     stop, started = asyncio.Event(), asyncio.Event()
     backend.start()

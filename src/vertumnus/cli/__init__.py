@@ -17,7 +17,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "profile": ("vertumnus.cli.profile", "Measure what a model costs here, or fit a log of measured times."),
     "serve": ("vertumnus.cli.serve", "A model behind OpenAI's API; workers split and merge online."),
     "replay": ("vertumnus.cli.replay", "Send a trace to a live endpoint and say what its clients saw."),
-    "validate": ("vertumnus.cli.validate", "The same trace live and simulated, side by side."),
+    "validate": ("vertumnus.cli.validate", "One trace live and simulated, side by side."),
     "model": ("vertumnus.cli.model", "A small real model to try things on."),
     "bench": ("vertumnus.cli.bench", "Speed and memory of this program on this machine."),
     "live-demo": ("vertumnus.cli.live_demo", "A real pool on this machine, merging and splitting under traffic."),

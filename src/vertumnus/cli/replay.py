@@ -132,7 +132,7 @@ def command(
     )
     (trace,) = source.read()
     warn(trace.warnings)
-    with _progress(trace.num_requests) as show:
+    with replay_progress(trace.num_requests) as show:
         report = replay(trace, settings, on_progress=show)
     entry = report.to_json()
     warn(warnings_of(entry))
@@ -207,7 +207,7 @@ def _milliseconds(value_s: float | None) -> str:
 
 
 @contextmanager
-def _progress(num_requests: int) -> "Iterator[Callable[[Progress], None] | None]":
+def replay_progress(num_requests: int) -> "Iterator[Callable[[Progress], None] | None]":
     """A bar on standard error with what is under way, failures and the TTFT of late; None without a terminal."""
     if not sys.stderr.isatty():
         yield None

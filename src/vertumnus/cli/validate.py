@@ -1,153 +1,248 @@
-"""`vertumnus validate`: does the simulator tell the truth?"""
+"""`vertumnus validate`: one trace through a live pool and through the simulator, side by side."""
 
+import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from vertumnus.cli.options import PoolOptions, TraceOptions, force_option, json_option, pool_options, trace_options
+from vertumnus.cli.options import (
+    DEFAULT_PROFILE_NAME,
+    FiniteRange,
+    TraceOptions,
+    force_option,
+    json_option,
+    trace_options,
+)
 from vertumnus.cli.output import note, percent, print_json, print_table, seconds, warn
+from vertumnus.cli.replay import replay_progress
 from vertumnus.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vertumnus.core.profile import Profile
-    from vertumnus.sim.simulate import SimulationSettings
-    from vertumnus.validation.comparison import Comparison
-    from vertumnus.validation.sides import Side
-    from vertumnus.workload.trace import Trace
+    from vertumnus.validation.run import Validation
 
-MAX_STUB_RANKS = 64
-DEFAULT_STEP_TOKENS = 512
-"""Of `vertumnus serve`."""
+MAX_NUM_RANKS = 256
+INTERRUPTED_STATUS = 130
+PROFILE_BOUND_RATIO = 0.1
+"""An error of the profile at idle above this share is worth a warning: the target itself is 10%."""
+
+
+class ValidationFailed(click.ClickException):
+    """The live pool could not be played against: one sentence on standard error, exit status 1."""
 
 
 @click.command()
 @trace_options
-@pool_options
-@click.option("--composition", default="auto", show_default=True, help="COUNTxDEGREE parts, or auto.", metavar="TEXT")
+@click.option(
+    "--profile",
+    help=f"Built-in profile or TOML file (default: {DEFAULT_PROFILE_NAME}; with --model measured at start).",
+)
+@click.option(
+    "--ranks",
+    "--gpus",
+    "ranks",
+    type=click.IntRange(1, MAX_NUM_RANKS),
+    help="Prefill ranks (default: 16 stub ranks, or 2 real ones).",
+)
+@click.option("--model", type=click.Path(path_type=Path), help="Real ranks with the folder DIR.", metavar="DIR")
+@click.option("--dtype", help="Of real ranks: float32, bfloat16 or float16 [default: the checkpoint's].")
+@click.option("--composition", default="auto", show_default=True, help="COUNTxDEGREE parts such as 8x2, or auto.")
+@click.option(
+    "--adaptive/--fixed", "is_adaptive", default=True, show_default=True, help="Whether the controller changes it."
+)
+@click.option(
+    "--window",
+    type=FiniteRange(0, min_open=True),
+    default=20.0,
+    show_default=True,
+    help="The controller's, in seconds.",
+)
+@click.option(
+    "--step-tokens",
+    type=click.IntRange(1),
+    help="Token budget of a step (default: whole requests; real ranks: 512).",
+)
 @click.option("--rate", type=float, help="Rescale arrivals to a mean of R requests/s.", metavar="R")
-@click.option("--scale-lengths", type=float, default=1.0, show_default=True, help="Factor on all lengths.", metavar="X")
-@click.option("--virtual", is_flag=True, help="No HTTP and no real time: the live pool on a virtual clock.")
-@click.option("--model", help="A real model instead of stub ranks; --gpus is then the number of ranks.", metavar="DIR")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of the real model.")
-@click.option("--plot", help="Live against simulated, to FILE (.png, .svg or .pdf).", metavar="FILE")
+@click.option(
+    "--scale-lengths",
+    type=float,
+    default=1.0,
+    help="Make blocks and inputs X times as long; what is shared stays.",
+    metavar="X",
+)
+@click.option("--duration", type=FiniteRange(0, min_open=True), help="Play the first S seconds only.", metavar="S")
+@click.option(
+    "--warmup", type=FiniteRange(0), default=0.0, help="Leave the first S seconds out of the figures.", metavar="S"
+)
+@click.option("--virtual", "is_virtual", is_flag=True, help="The live pool without HTTP, on a virtual clock: seconds.")
+@click.option("--plot", help="Write a plot to FILE (.png, .svg or .pdf).", metavar="FILE")
 @force_option
 @json_option
 def command(
     source: TraceOptions,
-    pool: PoolOptions,
+    profile: str | None,
+    ranks: int | None,
+    model: Path | None,
+    dtype: str | None,
     composition: str,
+    is_adaptive: bool,
+    window: float,
+    step_tokens: int | None,
     rate: float | None,
     scale_lengths: float,
-    virtual: bool,
-    model: str | None,
-    dtype: str | None,
+    duration: float | None,
+    warmup: float,
+    is_virtual: bool,
     plot: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Play TRACE through the live pool and through the simulator, and set them side by side.
+    """Play TRACE through a live pool and through the simulator, and print both side by side.
 
-    Stub ranks that sleep as long as the profile says stand for the GPUs, behind the real router and its HTTP front
-    end, in real time. With --virtual, without HTTP on a virtual clock. With --model, real ranks of a real model.
+    The live pool answers over HTTP and has stub ranks that take what the profile says, or real ones (--model). It takes
+    as long as the trace does, and half a minute to measure what the program around the ranks adds.
 
     \b
-    vertumnus validate synth:conversation --gpus 16 --rate 5 --limit 1000 --virtual
-    vertumnus validate synth:conversation --gpus 2 --model smollm2 --profile mine.toml --scale-lengths 0.05 --rate 0.5
+    vertumnus validate trace.jsonl.gz --rate 5 --duration 240 --composition 8x2 --fixed
+    vertumnus validate synth:conversation --limit 500 --virtual --plot validation.png
+    vertumnus validate trace.jsonl.gz --model smollm2 --scale-lengths 0.02 --rate 0.5 --duration 180
     """
-    from vertumnus.replay.blocks import fully_named, scaled_lengths
-    from vertumnus.sim.simulate import chosen_composition
-    from vertumnus.validation.comparison import Comparison, write_comparison_plot
-    from vertumnus.validation.sides import as_stubs_behave, live_stubs, live_virtually, simulated, spec_of
     from vertumnus.workload.plot_path import check_plot_path
 
     if plot is not None:
         check_plot_path(plot, force=force)
-    settings = pool.settings(composition, source.seed)
-    if settings.num_gpus > MAX_STUB_RANKS:
-        raise ConfigError(f"gpus is {settings.num_gpus}; accepted: at most {MAX_STUB_RANKS} for a live pool")
-    if settings.failures or settings.noise_ratio or settings.report_delay_s:
-        raise ConfigError("--fail, --noise and --report-delay are the simulator's alone; accepted: none of them")
+    if model is not None and is_virtual:
+        raise ConfigError(f"virtual is given with model {str(model)!r}; accepted: stub ranks on a virtual clock")
+    if dtype is not None and model is None:
+        raise ConfigError(f"dtype is {dtype!r} without a model; accepted: with --model only")
+    if warmup and duration is not None and warmup >= duration:
+        raise ConfigError(f"warmup is {warmup:g}; accepted: less than duration, {duration:g}")
+    _require_packages(model is not None)
+    from vertumnus.validation.choice import PoolChoice
+    from vertumnus.validation.live import LiveSideFailed
+    from vertumnus.validation.run import as_validated, validate
+
     (trace,) = source.read()
     warn(trace.warnings)
-    trace = scaled_lengths(fully_named(trace), scale_lengths)
-    if rate is not None:
-        trace = trace.rescaled(rate)
-    profile = pool.load_profile()
-    profile = profile if model is not None else as_stubs_behave(profile)
-    settings = replace(settings, composition=chosen_composition(trace, profile, settings))
-    if model is not None:
-        live, profile, settings = _live_model(trace, profile, settings, model, dtype, pool.profile)
-    else:
-        spec = spec_of(pool.profile, profile, settings, trace.block_tokens)
-        if virtual:
-            live = live_virtually(trace, spec, source.seed)
-        else:
-            note(f"playing {trace.num_requests:,} requests in {trace.duration_s:,.0f} s")
-            live = live_stubs(trace, spec, source.seed)
-    comparison = Comparison(live, simulated(trace, profile, settings))
-    if plot is not None:
-        write_comparison_plot(comparison, f"{trace.name}, {settings.composition}", plot, force=force)
-        note(f"plot: {plot}")
-    document = comparison.to_json()
-    if as_json:
-        about = {"trace": trace.name, "profile": pool.profile, "settings": settings.to_json()}
-        print_json(about | document)
-        return
-    _show(comparison, document, f"{trace.name}, {settings.composition} on {settings.num_gpus} ranks")
-
-
-def _show(comparison: "Comparison", document: dict[str, object], title: str) -> None:
-    rows = []
-    for key, side in (("live", comparison.live), ("simulated", comparison.simulated)):
-        figures = document[key]
-        assert isinstance(figures, dict)
-        ttft = [seconds(figures[f"{name}_ttft_s"]) for name in ("mean", "p50", "p90", "p99")]
-        rows.append((side.name, *ttft, percent(figures["token_hit_ratio"]), str(figures["num_transitions"])))
-    ratios = [f"{document[f'{name}_over_live_ratio']:.3f}" for name in ("mean", "p50", "p90", "p99")]
-    rows.append(("simulated over live", *ratios, f"{document['hit_difference']:+.3f}", ""))
-    print_table(title, ("pool", "mean TTFT s", "P50", "P90", "P99", "token hit", "splits + merges"), rows)
-    note(
-        f"{document['num_compared']} of {document['num_requests']} requests compared; correlation of log TTFT "
-        f"{document['log_correlation']}, of ranks {document['rank_correlation']}"
+    trace = as_validated(trace, rate_per_s=rate, length_scale=scale_lengths, duration_s=duration)
+    choice = PoolChoice(
+        profile=profile,
+        num_ranks=ranks,
+        composition=composition,
+        controller="lookahead" if is_adaptive else None,
+        window_s=window,
+        step_tokens=step_tokens,
     )
-
-
-def _live_model(
-    trace: "Trace",
-    profile: "Profile",
-    settings: "SimulationSettings",
-    model: str,
-    dtype: str | None,
-    profile_name: str,
-) -> "tuple[Side, Profile, SimulationSettings]":
-    """The real ranks' side; and profile and settings as they were served with."""
-    from vertumnus.engine.model_config import ModelConfig
-    from vertumnus.validation.sides import live_model
-
-    config = ModelConfig.from_folder(Path(model))
-    longest = int(trace.input_tokens.max())
-    if longest + 2 > config.max_positions:
-        raise ConfigError(
-            f"trace has a prompt of {longest:,} tokens; accepted: at most {config.max_positions - 2:,} for this model "
-            "(--scale-lengths)"
-        )
-    settings = replace(settings, step_tokens=settings.step_tokens or DEFAULT_STEP_TOKENS)
-    options = {
-        "--ranks": settings.num_gpus,
-        "--decode-ranks": 1,
-        "--composition": settings.composition,
-        "--profile": profile_name,
-        "--controller": "none" if settings.is_fixed else settings.controller,
-        "--window": settings.window_s,
-        "--step-tokens": settings.step_tokens,
-        "--block-tokens": trace.block_tokens,
-        "--queue": settings.discipline.value,
-        "--dtype": dtype,
-    }
-    given = [str(word) for flag, value in options.items() if value is not None for word in (flag, value)]
     with tempfile.TemporaryDirectory() as folder:
-        side = live_model(trace, [model, *given], config.vocab_size, settings.seed, Path(folder) / "serve.log")
-    return side, profile, settings
+        try:
+            if model is None:
+                chosen = choice.stubs(trace)
+            else:
+                chosen = choice.real(trace, model, dtype=dtype, folder=Path(folder), say=note)
+            with replay_progress(trace.num_requests) as show:
+                found = validate(
+                    trace,
+                    chosen,
+                    seed=source.seed,
+                    is_virtual=is_virtual,
+                    warmup_s=warmup,
+                    say=note,
+                    on_progress=show,
+                )
+        except LiveSideFailed as error:
+            raise ValidationFailed(str(error)) from None
+        except KeyboardInterrupt:
+            note("interrupted: half a trace says nothing")
+            sys.exit(INTERRUPTED_STATUS)
+    spec = chosen.spec
+    entry = found.to_json()
+    warn(_warnings_of(entry))
+    kind = "stub ranks" if model is None else f"{model.resolve().name}, real ranks"
+    title = f"{trace.name}, {spec.composition} {'adaptive' if is_adaptive else 'fixed'}, {spec.profile.name}, {kind}"
+    if plot is not None:
+        from vertumnus.validation.plot import write_plot
+
+        write_plot(found.comparison, title, plot, force=force)
+        note(f"plot: {plot}")
+    if as_json:
+        settings = spec.to_json() | {"scale_lengths": scale_lengths, "warmup_s": warmup, "seed": source.seed}
+        print_json(
+            {
+                "command": "validate",
+                "trace": trace.name,
+                "mode": "virtual" if is_virtual else "http",
+                "ranks": "stub" if model is None else "real",
+                "settings": settings,
+                "results": [entry],
+            }
+        )
+        return
+    _print(title, entry, found)
+
+
+def _require_packages(has_model: bool) -> None:
+    import importlib.util
+
+    needed = ["fastapi", "uvicorn", "uvloop", "aiohttp", "tokenizers", "prometheus_client", "pydantic", "msgpack"]
+    missing = [name for name in needed + ["torch"] * has_model if importlib.util.find_spec(name) is None]
+    if missing:
+        extras = "serve,engine" if has_model else "serve"
+        raise ConfigError(f"validate needs {', '.join(missing)}; accepted: pip install vertumnus[{extras}]")
+
+
+def _warnings_of(entry: dict[str, Any]) -> list[str]:
+    warnings = []
+    if entry["num_failed"]:
+        warnings.append(f"{entry['num_failed']:,} requests were not answered live; the figures leave them out")
+    ratio = entry["idle_step_ratio"]
+    if ratio is not None and abs(ratio - 1) > PROFILE_BOUND_RATIO:
+        warnings.append(
+            f"steps took {ratio:.2f} times E_C on the idle pool: the profile is not of these ranks, or was measured "
+            "while the machine had other work"
+        )
+    lags = entry["lags"]
+    if lags is not None and lags["machine_was_slow"]:
+        late = ", ".join(
+            f"{label} {1000 * (lags[f'p99_{name}_s'] or 0):.1f} ms"
+            for label, name in (
+                ("generator's lag", "generator_lag"),
+                ("its stall", "generator_stall"),
+                ("pool's loop", "loop_lag"),
+            )
+        )
+        warnings.append(f"this machine was slow (P99: {late}): part of the difference is its own")
+    return warnings
+
+
+def _print(title: str, entry: dict[str, Any], found: "Validation") -> None:
+    rows = []
+    difference = entry["difference"]
+    for label, name in (("mean TTFT s", "mean"), ("P50", "p50"), ("P90", "p90"), ("P99", "p99")):
+        change = difference[f"{name}_ttft_ratio"]
+        sides = (seconds(entry[side][f"{name}_ttft_s"]) for side in ("live", "simulated"))
+        rows.append([label, *sides, "-" if change is None else f"{change:+.1%}"])
+    hits = [percent(entry[side]["token_hit_ratio"]) for side in ("live", "simulated")]
+    rows.append(["token hit", *hits, f"{100 * (difference['token_hit_ratio'] or 0):+.2f} points"])
+    correlation, decisions = entry["correlation"], entry["decisions"]
+    rows += [
+        ["correlation of log TTFT", "", "", _plain(correlation["pearson_of_log_ttft"])],
+        ["rank correlation", "", "", _plain(correlation["spearman_of_ttft"])],
+        ["placed at another degree", "", "", percent(decisions["other_degree_ratio"])],
+        ["placed on other ranks", "", "", percent(decisions["other_ranks_ratio"])],
+    ]
+    rows.append(
+        ["splits and merges", *(str(len(entry["compositions"][side]) - 1) for side in ("live", "simulated")), ""]
+    )
+    print_table(title, ("", "live", "simulated", "difference"), rows)
+    if found.overheads is not None:
+        each = found.overheads
+        note(
+            f"measured at idle: {1000 * each.request_s:.2f} ms a request and {1e6 * each.request_s_per_token:.3f} us a "
+            f"token until it is placed, {1000 * each.step_s:.2f} ms a step, {1000 * each.handover_s:.2f} ms a handover"
+        )
+    note("within 10% and a point" if entry["within_target"] else "beyond 10% or a point")
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

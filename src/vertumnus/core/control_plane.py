@@ -184,6 +184,8 @@ class ControlPlane:
         """Opens the initial workers; each is a candidate as soon as the pool has sent its cache snapshot."""
         if self._steering is not None:
             self._steering.windows.start_s = now_s
+        if self._replicator is not None:
+            self._replicator.due_s = now_s + self._replicator.interval_s
         return [self._open_worker(group, epoch) for group, epoch in sorted(self._reconfiguration.ready.items())]
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -712,6 +714,8 @@ class ControlPlane:
         if self._steering is None:
             self._steering = self._make_steering(HoldingController())
             self._steering.windows.start_s = now_s
+        if self._replicator is not None:
+            self._replicator.due_s = now_s + self._replicator.interval_s
         return self._steering
 
     def _on_rank_confirmed(self, event: RankConfirmed, now_s: float) -> list[Action]:

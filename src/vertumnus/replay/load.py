@@ -51,10 +51,12 @@ class Progress:
 class Played:
     """What came of a replay: an outcome per request sent, in that order.
 
+    `started_s` is the instant of `perf_counter` from which the outcomes count.
     `messages` has the first words of each kind of failure, `stalls_s` how late the event loop was, sampled.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
+    started_s: float = 0.0
     messages: dict[str, str] = field(default_factory=dict)
     stalls_s: FloatArray = field(default_factory=lambda: np.empty(0))
     max_in_flight: int = 0
@@ -125,7 +127,7 @@ class Load:
         return self._endpoint.body(self._prompts.text_pieces(index), int(self._trace.output_tokens[index]))
 
     async def _send_all(self) -> None:
-        self._started_s = perf_counter()
+        self._started_s = self._played.started_s = perf_counter()
         for index, scheduled_s in enumerate(self._trace.arrival_s.tolist()):
             body = await self._ahead.take()
             while (early_s := scheduled_s - self._now_s()) > 0:

@@ -129,13 +129,12 @@ class LivePool:
 
     async def start(self) -> None:
         """Takes up the initial groups on the ranks; requests can be submitted then. Raises PoolError or RankError."""
-        actions = self.control_plane.start(self._loop.time())
-        groups = [action.group for action in actions if isinstance(action, OpenWorker)]
         epoch = self.control_plane.epoch
-        await self._driver.activate(epoch, groups)
+        await self._driver.activate(epoch, self.control_plane.planned_layout)
         await self._decode.start(epoch)
         self.spawn(self._watch_ranks())
-        self._perform(actions)
+        # Only now, so that windows and scans begin when requests can come.
+        self._perform(self.control_plane.start(self._loop.time()))
         self._arm_timer()
 
     async def close(self) -> None:

@@ -53,10 +53,12 @@ NO_PARENT = bytes(16)
 class Router:
     """Builds a live pool from a specification and serves it."""
 
-    def __init__(self, spec: RouterSpec) -> None:
+    def __init__(self, spec: RouterSpec, telemetry: Telemetry | None = None) -> None:
+        """`telemetry`: who else is told what the pool tells of itself."""
         self._spec = spec
         self._config = spec.config
         self._watch = Watch(slo=Slo.parse(self._config.slo))
+        self._others = [] if telemetry is None else [telemetry]
         self._kappa: Mapping[int, float] | None = None
         """Where the profile knows it."""
         self._model = ModelConfig.from_folder(self._config.model)
@@ -160,7 +162,7 @@ class Router:
                 max_decode_sequences=config.max_decode_sequences,
             ),
             hash_key=self._spec.hash_key,
-            telemetry=together([self._watch.telemetry, _Orders(self._spec.orders, self._report)]),
+            telemetry=together([self._watch.telemetry, _Orders(self._spec.orders, self._report), *self._others]),
             caches=caches,
         )
         await pool.start()

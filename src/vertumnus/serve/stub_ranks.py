@@ -16,6 +16,7 @@ from vertumnus.engine.geometry import GroupKey, check_geometry
 from vertumnus.engine.messages import Activated, Pulled, Refusal, RefusalReason
 from vertumnus.engine.pool import PoolEvent, RankBack, RankGone
 from vertumnus.engine.step import RequestOutput, Step, StepOutput, StepTimings
+from vertumnus.serve.stub_links import StubLinks
 
 _NO_TIMINGS = StepTimings(total_s=0.0, gather_s=0.0, attention_s=0.0, mlp_s=0.0, projection_s=0.0, wait_s=0.0)
 
@@ -25,12 +26,14 @@ class StubSpeed:
     """Seconds that things take.
 
     prefill: E_C of every prefill step; None: no time at all. decode_ranks: whose steps take `decode_step_s` instead.
+    links: how long copies take; None: `copy_s_per_block` each, whatever else is being copied.
     """
 
     prefill: CostModel | None = None
     decode_ranks: range = range(0)
     decode_step_s: float = 0.0
     copy_s_per_block: float = 0.0
+    links: StubLinks | None = None
     switch_s: float = 0.0
     restart_s: float = 0.0
 
@@ -106,8 +109,9 @@ class StubRanks:
         self, source: int, source_slots: Sequence[int], destination: int, destination_slots: Sequence[int]
     ) -> Pulled | Refusal:
         self._require([source, destination])
-        if self.speed.copy_s_per_block:
-            await self._sleep(self.speed.copy_s_per_block * len(source_slots), [source, destination])
+        duration_s = self._copy_s(source, destination, len(source_slots))
+        if duration_s:
+            await self._sleep(duration_s, [source, destination])
         return Pulled(is_installed=(True,) * len(source_slots), is_tcp=False)
 
     def next_token(self, last_token: int, num_tokens: int) -> int:
@@ -157,6 +161,12 @@ class StubRanks:
             timer.cancel()
             for each in sleepers:
                 each.discard(over)
+
+    def _copy_s(self, source: int, destination: int, num_blocks: int) -> float:
+        if self.speed.links is None:
+            return self.speed.copy_s_per_block * num_blocks
+        now_s = asyncio.get_running_loop().time()
+        return self.speed.links.end_s(now_s, source, destination, num_blocks) - now_s
 
     def _duration_s(self, step: Step) -> float:
         if step.first_rank in self.speed.decode_ranks:

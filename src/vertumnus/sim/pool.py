@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vertumnus.core.block_store import BlockStore
-from vertumnus.core.composition import Topology
+from vertumnus.core.composition import RankGroup, Topology
 from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.cost import CostModel
 from vertumnus.core.events import (
@@ -46,6 +46,10 @@ from vertumnus.core.requests import PrefillRequest
 from vertumnus.core.worker_caches import BegunCopy, WorkerCaches
 from vertumnus.errors import ConfigError, InvariantError
 from vertumnus.sim.metrics import RequestRecords
+from vertumnus.sim.overheads import LiveOverheads
+
+Placed = Callable[[RequestPlaced, RankGroup], None]
+"""Told of every placement, and of the ranks of its worker."""
 
 
 class Priority(IntEnum):
@@ -81,9 +85,13 @@ class SimulatedPool:
         block_tokens: int,
         noise_ratio: float = 0.0,
         report_delay_s: float = 0.0,
+        overheads: LiveOverheads | None = None,
+        waits_for_handoffs: bool = False,
+        start_s: float = 0.0,
         failures: Sequence[Failure] = (),
         seed: int = 0,
         on_progress: Callable[[int], None] | None = None,
+        on_placed: Placed | None = None,
     ) -> None:
         self.control_plane = control_plane
         self.records = RequestRecords()
@@ -97,8 +105,12 @@ class SimulatedPool:
         self._noise_ratio = noise_ratio
         self._noise = np.random.default_rng((seed, 1))
         self._report_delay_s = report_delay_s
+        self._overheads = overheads
+        self._handoff_end_s: dict[int, float] | None = {} if waits_for_handoffs else None
+        """By rank: until when KV of finished prefills is on its way from there; None: nobody waits for it."""
         self._on_progress = on_progress
-        self.now_s = 0.0
+        self._on_placed = on_placed
+        self.now_s = start_s
         self._heap: list[tuple[float, int, int, Callable[[Any], None], Any]] = []
         self._sequence = 0
         self._undone: deque[Action] = deque()
@@ -114,7 +126,7 @@ class SimulatedPool:
         self._failed_ranks: set[int] = set()
         self._execute: dict[type, Callable[[Any], None]] = {
             StartStep: self._start_step,
-            RequestPlaced: lambda action: None,
+            RequestPlaced: self._placed,
             RequestRejected: self._reject,
             DropRequest: self._drop,
             CopyBlocks: self._start_copy,
@@ -144,7 +156,11 @@ class SimulatedPool:
             if request is not None and (not heap or (request.arrival_s, Priority.ARRIVAL) < heap[0]):
                 self._advance(request.arrival_s)
                 self._num_open += 1
-                self._perform(handle(RequestArrived(request), self.now_s))
+                if self._overheads is None:
+                    self._perform(handle(RequestArrived(request), self.now_s))
+                else:
+                    placed_s = self.now_s + self._overheads.placed_after_s(request.input_tokens)
+                    self._at(placed_s, Priority.ARRIVAL, self._tell, RequestArrived(request))
                 request = next(requests, None)
             elif heap:
                 time_s, priority, _, call, argument = heapq.heappop(heap)
@@ -241,6 +257,8 @@ class SimulatedPool:
         duration_s = self._costs.step_s(step.work, degree)
         if self._noise_ratio:
             duration_s *= float(np.exp(self._noise.normal(0.0, self._noise_ratio)))
+        if self._overheads is not None:
+            duration_s += self._overheads.step_s
         self._report(step.reports)
         self._at(self.now_s + duration_s, Priority.STEP_FINISHED, self._finish_step, (worker_id, degree))
         self._tell(StepStarted(worker_id, step.reused_tokens))
@@ -252,10 +270,10 @@ class SimulatedPool:
             return
         self._report(finished.reports)
         for request in finished.completed:
-            self._complete(request, degree)
+            self._complete(request, worker_id, degree)
         self._tell(StepFinished(worker_id))
 
-    def _complete(self, request: PrefillRequest, degree: int) -> None:
+    def _complete(self, request: PrefillRequest, worker_id: int, degree: int) -> None:
         start_s, reused_tokens = self._started.pop(request.request_id)
         profile = self._profile
         transfer_s = (
@@ -263,6 +281,11 @@ class SimulatedPool:
             + request.input_tokens * profile.kv_bytes_per_token / profile.decode_bytes_per_s
             + profile.first_token_s
         )
+        if self._handoff_end_s is not None:
+            for rank in self._caches.group(worker_id).ranks:
+                self._handoff_end_s[rank] = max(self._handoff_end_s.get(rank, 0.0), self.now_s + transfer_s)
+        if self._overheads is not None:
+            transfer_s += self._overheads.handover_s
         records = self.records
         records.request_id.append(request.request_id)
         records.arrival_s.append(request.arrival_s)
@@ -272,6 +295,10 @@ class SimulatedPool:
         records.reused_tokens.append(reused_tokens)
         records.degree.append(degree)
         self._end_request()
+
+    def _placed(self, action: RequestPlaced) -> None:
+        if self._on_placed is not None:
+            self._on_placed(action, self._caches.group(action.worker_id))
 
     def _reject(self, action: RequestRejected) -> None:
         self.num_rejected += 1
@@ -340,9 +367,12 @@ class SimulatedPool:
         """Copies to and from the parked workers are called off; every live rank confirms after the switch time."""
         ranks = {rank for group in action.groups for rank in group.ranks}
         self._call_off(self._caches.park(ranks))
+        start_s = self.now_s
+        if self._handoff_end_s is not None:
+            start_s = max(start_s, *(self._handoff_end_s.get(rank, start_s) for rank in ranks))
         for rank in sorted(ranks - self._failed_ranks):
             confirmed = RankConfirmed(rank, action.epoch)
-            self._at(self.now_s + self._profile.switch_s, Priority.RANK, self._confirm, confirmed)
+            self._at(start_s + self._profile.switch_s, Priority.RANK, self._confirm, confirmed)
 
     def _confirm(self, event: RankConfirmed) -> None:
         if event.rank not in self._failed_ranks:

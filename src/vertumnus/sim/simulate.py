@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from vertumnus.core.composition import Composition, OperationKind, Topology, lay_out
-from vertumnus.core.control_plane import ControlPlane
+from vertumnus.core.control_plane import ControlPlane, Transition
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.drift import RefitSettings, scaled
 from vertumnus.core.events import CopyReason
@@ -26,7 +26,8 @@ from vertumnus.core.slo import Slo
 from vertumnus.errors import ConfigError
 from vertumnus.sim.auto import auto_composition
 from vertumnus.sim.metrics import LatencySummary, RequestRecords, summarise
-from vertumnus.sim.pool import Failure, SimulatedPool
+from vertumnus.sim.overheads import LiveOverheads
+from vertumnus.sim.pool import Failure, Placed, SimulatedPool
 from vertumnus.sim.requests import prefill_requests
 from vertumnus.workload.trace import Trace
 
@@ -76,6 +77,12 @@ class SimulationSettings:
     slo: Slo = field(default_factory=Slo)
     noise_ratio: float = 0.0
     report_delay_s: float = 0.0
+    overheads: LiveOverheads | None = None
+    """What a live pool's program adds to the time of its hardware; None: nothing."""
+    waits_for_handoffs: bool = False
+    """A split or merge waits until the KV of what its ranks have prefilled has left them, as a live one does."""
+    lead_s: float = 0.0
+    """How long the pool has stood idle when the first request arrives: windows and scans begin so much earlier."""
     failures: tuple[Failure, ...] = ()
     seed: int = 0
 
@@ -87,6 +94,7 @@ class SimulationSettings:
             "discipline": self.discipline.value,
             "pulls": self.pulls.value if self.pulls else "auto",
             "slo": str(self.slo),
+            "overheads": None if self.overheads is None else self.overheads.to_json(),
             "cost_factors": {str(degree): factor for degree, factor in self.cost_factors},
             "failures": [asdict(failure) for failure in self.failures],
         }
@@ -113,12 +121,13 @@ class SimulationResult:
     """Copies made for one request: of pending blocks after a split, or on demand."""
     wall_s: float
     records: RequestRecords = field(repr=False)
+    transitions: tuple[Transition, ...] = field(repr=False)
+    """The splits and merges, in order."""
 
     def to_json(self) -> dict[str, Any]:
-        """One entry of `results`: every figure under its name, without the records."""
-        document = {
-            name: getattr(self, name) for name in self.__slots__ if name not in ("latency", "records", "wall_s")
-        }
+        """One entry of `results`: every figure under its name, without the records and transitions."""
+        left_out = ("latency", "records", "transitions", "wall_s")
+        document = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
         return document | {"rate_per_s": round(self.rate_per_s, 6)} | asdict(self.latency) | {"wall_s": self.wall_s}
 
 
@@ -150,8 +159,9 @@ def simulate(
     policy: PlacementPolicy | str = "vertumnus",
     settings: SimulationSettings | None = None,
     on_progress: Callable[[int], None] | None = None,
+    on_placed: Placed | None = None,
 ) -> SimulationResult:
-    """Replays a trace through a simulated pool of `settings.num_gpus` GPUs.
+    """Replays a trace through a simulated pool of `settings.num_gpus` GPUs; ids of requests are their rows.
 
     Raises ConfigError for settings that contradict each other or the profile.
     """
@@ -203,9 +213,13 @@ def simulate(
         block_tokens=trace.block_tokens,
         noise_ratio=settings.noise_ratio,
         report_delay_s=settings.report_delay_s,
+        overheads=settings.overheads,
+        waits_for_handoffs=settings.waits_for_handoffs,
+        start_s=-settings.lead_s,
         failures=settings.failures,
         seed=settings.seed,
         on_progress=on_progress,
+        on_placed=on_placed,
     )
     started = time.perf_counter()
     with _without_cycle_collection():
@@ -228,6 +242,7 @@ def simulate(
         num_pulls=copies[CopyReason.RECONCILIATION] + copies[CopyReason.PULL],
         wall_s=wall_s,
         records=pool.records,
+        transitions=tuple(control_plane.transitions),
     )
 
 

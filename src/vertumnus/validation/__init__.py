@@ -1,1 +1,1 @@
-"""The same trace through the live pool and through the simulator, side by side."""
+"""Whether the simulator tells the truth: one trace through a live pool and through the simulator, side by side."""

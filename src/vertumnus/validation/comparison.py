@@ -1,111 +1,132 @@
-"""Two sides of one trace against each other. `docs/validation.md` says how to read the figures."""
+"""Two sides set beside each other. docs/validation.md says what every figure means."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from vertumnus.validation.sides import Side
-from vertumnus.workload.plot_path import check_plot_path
-from vertumnus.workload.trace import FloatArray, IntArray
+from vertumnus.validation.side import Side, mean_composition
+from vertumnus.workload.trace import FloatArray, Trace
 
-TARGET_RATIO = 0.10
-"""Of mean and P90: how far the simulator may be off while the machine is not saturated."""
-TARGET_HIT = 0.01
+TTFT_FIGURES = ("mean_ttft_s", "p50_ttft_s", "p90_ttft_s", "p99_ttft_s")
+TTFT_TARGET_RATIO = 0.10
+"""Of mean and P90, when the pool is not saturated."""
+HIT_TARGET_RATIO = 0.01
+MIN_CORRELATED = 3
+"""Requests below which a correlation says nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """Only requests that both sides answered are compared."""
+    """A live side and a simulated one of one trace, over the requests that both answered after the warm-up."""
 
+    trace: Trace
     live: Side
     simulated: Side
+    warmup_s: float = 0.0
 
     @property
-    def both(self) -> IntArray:
-        """Rows of the requests that both sides answered."""
+    def is_measured(self) -> "np.ndarray[Any, np.dtype[np.bool_]]":
+        """By request."""
         answered = np.isfinite(self.live.ttft_s) & np.isfinite(self.simulated.ttft_s)
-        return np.flatnonzero(answered).astype(np.int64)
+        late: np.ndarray[Any, np.dtype[np.bool_]] = answered & (self.trace.arrival_s >= self.warmup_s)
+        return late
+
+    def figures_of(self, side: Side) -> dict[str, float | None]:
+        measured = self.is_measured
+        return ttft_figures(side.ttft_s[measured]) | {
+            "token_hit_ratio": float(
+                side.cached_tokens[measured].sum() / max(1, self.trace.input_tokens[measured].sum())
+            )
+        }
 
     def to_json(self) -> dict[str, Any]:
-        """Figures of both sides, the simulated over the live one, and how they agree request by request."""
-        both = self.both
-        sides = {"live": _figures(self.live, both), "simulated": _figures(self.simulated, both)}
-        over = {
-            f"{name}_over_live_ratio": sides["simulated"][f"{name}_ttft_s"] / sides["live"][f"{name}_ttft_s"]
-            for name in ("mean", "p50", "p90", "p99")
-        }
-        hit_points = sides["simulated"]["token_hit_ratio"] - sides["live"]["token_hit_ratio"]
-        live_s, simulated_s = self.live.ttft_s[both], self.simulated.ttft_s[both]
-        is_known = self.live.degree[both] > 0
-        differs = self.live.degree[both] != self.simulated.degree[both]
+        live, simulated = self.figures_of(self.live), self.figures_of(self.simulated)
+        end_s = self.trace.duration_s
         return {
-            "num_requests": len(self.live.ttft_s),
-            "num_compared": len(both),
-            **sides,
-            **over,
-            "hit_difference": hit_points,
-            "log_correlation": _correlation(np.log(live_s), np.log(simulated_s)),
-            "rank_correlation": _correlation(_ranks(live_s), _ranks(simulated_s)),
-            "other_degree_ratio": float(differs[is_known].mean()) if is_known.any() else None,
-            "is_within_target": bool(
-                abs(over["mean_over_live_ratio"] - 1) <= TARGET_RATIO
-                and abs(over["p90_over_live_ratio"] - 1) <= TARGET_RATIO
-                and abs(hit_points) <= TARGET_HIT
-            ),
+            "num_measured": int(self.is_measured.sum()),
+            "live": live,
+            "simulated": simulated,
+            "difference": differences(live, simulated),
+            "within_target": within_target(live, simulated),
+            "correlation": self._correlation(),
+            "decisions": self._decisions(),
+            "compositions": {
+                "live": _rounded(self.live.compositions),
+                "simulated": _rounded(self.simulated.compositions),
+                "share_of_ranks_by_degree": {
+                    "live": mean_composition(self.live.compositions, end_s),
+                    "simulated": mean_composition(self.simulated.compositions, end_s),
+                },
+            },
+        }
+
+    def _correlation(self) -> dict[str, float | None]:
+        """Over requests: Pearson's of the logarithms of TTFT, and Spearman's; None where one side does not vary."""
+        live, simulated = self.live.ttft_s[self.is_measured], self.simulated.ttft_s[self.is_measured]
+        if len(live) < MIN_CORRELATED or np.ptp(live) == 0 or np.ptp(simulated) == 0:
+            return {"pearson_of_log_ttft": None, "spearman_of_ttft": None}
+        return {
+            "pearson_of_log_ttft": float(stats.pearsonr(np.log(live), np.log(simulated)).statistic),
+            "spearman_of_ttft": float(stats.spearmanr(live, simulated).statistic),
+        }
+
+    def _decisions(self) -> dict[str, Any]:
+        """First placements that differ, of those that both sides made."""
+        pairs = [
+            (row, live, simulated)
+            for row, (live, simulated) in enumerate(zip(self.live.groups, self.simulated.groups, strict=True))
+            if live is not None and simulated is not None
+        ]
+        other_ranks = [row for row, live, simulated in pairs if live != simulated]
+        other_degree = [row for row, live, simulated in pairs if live.degree != simulated.degree]
+        first = other_ranks[0] if other_ranks else None
+        return {
+            "num_compared": len(pairs),
+            "other_degree_ratio": len(other_degree) / len(pairs) if pairs else None,
+            "other_ranks_ratio": len(other_ranks) / len(pairs) if pairs else None,
+            "first_difference": None
+            if first is None
+            else {
+                "request": first,
+                "arrival_s": round(float(self.trace.arrival_s[first]), 3),
+                "live": str(self.live.groups[first]),
+                "simulated": str(self.simulated.groups[first]),
+            },
         }
 
 
-def _figures(side: Side, rows: IntArray) -> dict[str, Any]:
-    ttft_s = side.ttft_s[rows]
-    return {
-        "mean_ttft_s": float(ttft_s.mean()),
-        **{f"p{q}_ttft_s": float(np.quantile(ttft_s, q / 100)) for q in (50, 90, 99)},
-        "token_hit_ratio": float(np.nansum(side.reused_tokens[rows]) / side.input_tokens[rows].sum()),
-        "num_transitions": side.num_transitions,
-        "num_unanswered": int(np.isnan(side.ttft_s).sum()),
-        **side.lags,
-    }
+def ttft_figures(ttft_s: FloatArray) -> dict[str, float | None]:
+    """Mean and quantiles, linear between order statistics; None of nothing."""
+    if not len(ttft_s):
+        return dict.fromkeys(TTFT_FIGURES)
+    values = (ttft_s.mean(), *np.percentile(ttft_s, (50, 90, 99)))
+    return {name: float(value) for name, value in zip(TTFT_FIGURES, values, strict=True)}
 
 
-def _correlation(left: FloatArray, right: FloatArray) -> float | None:
-    """Pearson's; None where one side does not vary."""
-    if len(left) < 2 or left.std() == 0 or right.std() == 0:
-        return None
-    return float(np.corrcoef(left, right)[0, 1])
+def differences(live: dict[str, float | None], simulated: dict[str, float | None]) -> dict[str, float | None]:
+    """Simulated less live: of times as a share of the live one, of the hit ratio as it is."""
+    found: dict[str, float | None] = {}
+    for name in TTFT_FIGURES:
+        ours, theirs = simulated[name], live[name]
+        found[f"{name.removesuffix('_s')}_ratio"] = None if ours is None or not theirs else ours / theirs - 1
+    hits = simulated["token_hit_ratio"], live["token_hit_ratio"]
+    found["token_hit_ratio"] = None if None in hits else hits[0] - hits[1]  # type: ignore[operator]
+    return found
 
 
-def _ranks(values: FloatArray) -> FloatArray:
-    ranks = np.empty(len(values))
-    ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
-    return ranks
+def within_target(live: dict[str, float | None], simulated: dict[str, float | None]) -> bool:
+    """Whether mean and P90 are within 10% and the hit ratio within a point."""
+    found = differences(live, simulated)
+    times = (found["mean_ttft_ratio"], found["p90_ttft_ratio"])
+    hit = found["token_hit_ratio"]
+    return (
+        all(each is not None and abs(each) <= TTFT_TARGET_RATIO for each in times)
+        and hit is not None
+        and abs(hit) <= HIT_TARGET_RATIO
+    )
 
 
-def write_comparison_plot(comparison: Comparison, title: str, path: str | os.PathLike[str], *, force: bool) -> None:
-    """TTFT of every request live and simulated, and the distribution of both."""
-    check_plot_path(path, force=force)
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    both = comparison.both
-    live_s, simulated_s = comparison.live.ttft_s[both], comparison.simulated.ttft_s[both]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 4.0), dpi=110)
-    left.plot(live_s, simulated_s, ".", color="#0b6e4f", markersize=3, alpha=0.5)
-    span = [min(live_s.min(), simulated_s.min()), max(live_s.max(), simulated_s.max())]
-    left.plot(span, span, color="#999999", linewidth=1.0, zorder=0)
-    left.set(xscale="log", yscale="log", xlabel="TTFT live, s", ylabel="TTFT simulated, s")
-    share = np.arange(1, len(both) + 1) / len(both)
-    for side, values, colour in ((comparison.live, live_s, "#c05621"), (comparison.simulated, simulated_s, "#2b6cb0")):
-        right.plot(np.sort(values), share, color=colour, label=side.name)
-    right.set(xscale="log", xlabel="TTFT, s", ylabel="share of requests")
-    right.legend(fontsize=8, frameon=False)
-    for axes in (left, right):
-        for spine in ("top", "right"):
-            axes.spines[spine].set_visible(False)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+def _rounded(compositions: tuple[tuple[float, str], ...]) -> list[dict[str, Any]]:
+    return [{"s": round(at_s, 2), "composition": text} for at_s, text in compositions]

@@ -1,13 +1,15 @@
-"""An event loop whose clock jumps to the next timer as soon as nothing is left to do: hours pass in seconds."""
+"""An event loop whose clock jumps to the next timer as soon as nothing is left to do: hours pass in milliseconds, and
+no machine is too slow."""
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any, TypeVar
 
 from vertumnus.errors import InvariantError
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -18,7 +20,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._virtual_s = 0.0
         self._num_timers = 0
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:  # type: ignore[override]
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         # Timers of one instant go off in the order in which they were set.
         self._num_timers += 1
         return super().call_at(when + self._num_timers * 1e-13, callback, *args, context=context)
@@ -32,13 +36,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-def run_virtually(main: Coroutine[Any, Any, T]) -> T:
+def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
     """As asyncio.run. Raises InvariantError if a task is left, as it would be forgotten silently."""
     loop = VirtualTimeLoop()
     try:
         result = loop.run_until_complete(main)
-        left = asyncio.all_tasks(loop)
-        if left:
+        if left := asyncio.all_tasks(loop):
             raise InvariantError(f"tasks are left: {left}")
         return result
     finally:
