@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 OUT := out
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check format bench lock clean
+.PHONY: help setup demo test soak check format bench reproduce lock clean
 
 help:
 	@echo "make setup            a working $(VENV) with everything in it"
@@ -22,6 +22,7 @@ help:
 	@echo "make check            format, lint, types and tests: what CI runs"
 	@echo "make format           formats the code and mends what the linter can mend"
 	@echo "make bench            the benchmarks, into benchmarks/results/ (JSON)"
+	@echo "make reproduce        the paper's evaluation, simulated, into $(OUT)/reproduction/ (TRACE=file: the recorded trace)"
 	@echo "make lock             pins the newest development packages (needs uv)"
 	@echo "make clean            removes $(VENV), $(OUT)/ and caches"
 
@@ -55,6 +56,9 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+
+reproduce: $(READY)
+	$(BIN)/vertumnus reproduce -o $(OUT)/reproduction --jobs $(JOBS) $(if $(strip $(TRACE)),--trace "$(strip $(TRACE))") $(ARGS)
 
 bench: $(READY)
 	@mkdir -p benchmarks/results

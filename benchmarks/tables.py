@@ -1,6 +1,6 @@
 """Prints the tables of docs/results.md from the records in benchmarks/results/.
 
-python benchmarks/tables.py placement|adaptation|cache|speed|engine|memory|vllm|live|real|validate
+python benchmarks/tables.py placement|adaptation|cache|speed|engine|memory|vllm|live|real|validate|reproduction
 """
 
 import json
@@ -238,6 +238,20 @@ def validate() -> None:
     table(["live pool", "", "mean s", "P50", "P90", "P99", "token hit"], lines)
 
 
+def reproduction() -> None:
+    """Published figures and other headlines beside ours, from the records of `vertumnus reproduce`."""
+    for path in sorted((RESULTS / "reproduce").glob("*.json")):
+        outcome = json.loads(path.read_text())["outcome"]
+        print(f"\n{path.stem}\n" + "".join(f"\n{note}" for note in outcome["notes"]))
+        table(
+            ["what", "published", "ours", "label of ours"],
+            [
+                [one["what"], one["published"] or "-", one["ours"] or "-", one["label"]]
+                for one in outcome["comparisons"]
+            ],
+        )
+
+
 TABLES: dict[str, Callable[[], None]] = {
     "placement": placement,
     "adaptation": adaptation,
@@ -249,6 +263,7 @@ TABLES: dict[str, Callable[[], None]] = {
     "vllm": vllm,
     "real": real,
     "validate": validate,
+    "reproduction": reproduction,
 }
 
 if __name__ == "__main__":

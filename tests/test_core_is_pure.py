@@ -32,6 +32,7 @@ BELOW = {
     "demo": {"demo", "workload", "core", "errors"},
     "replay": {"replay", "workload", "core", "errors"},
     "validation": {"validation", "serve", "engine", "sim", "replay", "workload", "core", "errors"},
+    "reproduction": {"reproduction", "bench", "sim", "workload", "core", "errors"},
 }
 
 

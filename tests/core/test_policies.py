@@ -193,3 +193,17 @@ def test_a_burst_does_not_pile_up_where_reservations_are_seen():
         )
         outstanding_s[placement.row] += 8.3 if placement.row == 0 else 11.0
     assert outstanding_s.max() - outstanding_s.min() <= 22.0
+
+
+def test_a_policys_parameters_are_given_by_name():
+    """At half of the prompt cached, the ratio decides whether Preble exploits the hit."""
+    pools = {"degrees": [1, 1], "reusable_tokens": [500.0, 0.0], "outstanding_s": [9.0, 0.0], "input_tokens": 1000}
+    assert make_policy("preble", exploit_ratio=0.4).place(view(**pools)).row == 0
+    assert make_policy("preble", exploit_ratio=0.6).place(view(**pools)).row == 1
+
+
+def test_unknown_parameter_of_a_policy_is_named_with_what_is_accepted():
+    with pytest.raises(ConfigError, match=r"overlap_wait.*accepted: overlap_weight"):
+        make_policy("dynamo", overlap_wait=1.0)
+    with pytest.raises(ConfigError, match="accepted: none"):
+        make_policy("least-loaded", beta=1.0)

@@ -9,6 +9,7 @@ what it stored, are computed outside the timed part.
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,13 +34,20 @@ _PER_64_WORKERS = {1: 32, 2: 16, 4: 12, 8: 4}
 _NUM_WARMUP = 20
 
 
-def run(*, seed: int = 0, num_samples: int = 300) -> list[dict[str, Any]]:
+def run(
+    *,
+    seed: int = 0,
+    num_samples: int = 300,
+    num_workers: Sequence[int] = NUM_WORKERS,
+    prompt_tokens: Sequence[int] = PROMPT_TOKENS,
+    cached_ratios: Sequence[float] = CACHED_RATIOS,
+) -> list[dict[str, Any]]:
     """One entry per number of workers (a multiple of 64), prompt length and cached ratio."""
     return [
         _measured(workers, tokens, ratio, num_samples, np.random.default_rng((seed, workers, tokens)))
-        for workers in NUM_WORKERS
-        for tokens in PROMPT_TOKENS
-        for ratio in CACHED_RATIOS
+        for workers in num_workers
+        for tokens in prompt_tokens
+        for ratio in cached_ratios
     ]
 
 

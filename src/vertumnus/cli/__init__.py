@@ -15,6 +15,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "compare": ("vertumnus.cli.compare", "The same trace through several policies and rates, in one table."),
     "plan": ("vertumnus.cli.plan", "Composition, capacity and headroom for this traffic."),
     "profile": ("vertumnus.cli.profile", "Measure what a model costs here, or fit a log of measured times."),
+    "reproduce": ("vertumnus.cli.reproduce", "The paper's evaluation and what goes past it, into one report."),
     "serve": ("vertumnus.cli.serve", "A model behind OpenAI's API; workers split and merge online."),
     "replay": ("vertumnus.cli.replay", "Send a trace to a live endpoint and say what its clients saw."),
     "validate": ("vertumnus.cli.validate", "One trace live and simulated, side by side."),

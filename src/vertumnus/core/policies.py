@@ -5,6 +5,7 @@ each runs with either queue discipline.
 """
 
 from collections.abc import Callable
+from inspect import signature
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,16 +121,19 @@ class Preble:
 
     Exploit: the worker with the longest reusable prefix, ties by load. Explore: least load cost, which is the
     outstanding work plus this prompt's own prefill there. Preble's cost of evictions and its shift of load away from
-    workers that are overloaded are left out.
+    workers that are overloaded are left out. `exploit_ratio` is the share of the prompt, half in Preble.
     """
 
     name = "preble"
 
+    def __init__(self, exploit_ratio: float = 0.5) -> None:
+        self._exploit_ratio = exploit_ratio
+
     def place(self, view: PlacementView) -> Placement:
         longest = view.reusable_tokens.max()
-        if longest > view.input_tokens / 2:
+        if longest > self._exploit_ratio * view.input_tokens:
             cost = np.where(view.reusable_tokens == longest, view.load_s, np.inf)
-            return choose(view, cost, "exploit: more than half is cached")
+            return choose(view, cost, f"exploit: more than {self._exploit_ratio:.0%} is cached")
         return choose(view, view.load_s + view.service_s, "explore: least load")
 
 
@@ -193,7 +197,7 @@ class ShortestTTFT:
         return choose(view, cost, "least recently chosen of the best 30% by predicted TTFT")
 
 
-POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
+POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
     "vertumnus": VertumnusPolicy,
     "paper": PaperPolicy,
     "round-robin": RoundRobin,
@@ -209,9 +213,12 @@ POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
 }
 
 
-def make_policy(name: str) -> PlacementPolicy:
-    """A fresh policy by name. Raises ConfigError for an unknown one, listing the known."""
-    try:
-        return POLICIES[name]()
-    except KeyError:
-        raise ConfigError(f"policy is {name!r}; accepted: {', '.join(POLICIES)}") from None
+def make_policy(name: str, **options: float) -> PlacementPolicy:
+    """A fresh policy by name, with parameters of its class; ConfigError for unknown ones, listing the known."""
+    if name not in POLICIES:
+        raise ConfigError(f"policy is {name!r}; accepted: {', '.join(POLICIES)}")
+    known = [each for each in signature(POLICIES[name]).parameters if each != "name"]
+    for option in options:
+        if option not in known:
+            raise ConfigError(f"option {option!r} of policy {name}; accepted: {', '.join(known) or 'none'}")
+    return POLICIES[name](**options)

@@ -174,7 +174,7 @@ def _check_number(key: str, value: object) -> None:
 
 
 DEFAULT_PROFILE = "qwen3-30b-a3b-h20-3e"
-BUILT_IN = (DEFAULT_PROFILE, "qwen3-30b-a3b-h100")
+BUILT_IN = (DEFAULT_PROFILE, "qwen3-30b-a3b-h100", "deepseek-v4-flash-h20-3e")
 
 
 def load_profile(name_or_path: str | Path = DEFAULT_PROFILE) -> Profile:

@@ -60,21 +60,26 @@ def _mean(values: list[Any]) -> Any:
     return "varies" if isinstance(values[0], str) else statistics.fmean(values)
 
 
-def policy_maker(name: str, *, beta: float | None = None, lambda_: float | None = None) -> PolicyMaker:
+def policy_maker(
+    name: str, *, beta: float | None = None, lambda_: float | None = None, **options: float
+) -> PolicyMaker:
     """A maker of the named policy; `beta` and `lambda_` are the weights of J, None for the policy's own.
 
-    Raises ConfigError for an unknown name, listing the known, and for weights out of range.
+    `options` are the other parameters of the policy's class, such as the `overlap_weight` of `dynamo`. Raises
+    ConfigError for an unknown name or option, listing the known, and for weights out of range.
     """
-    policy = make_policy(name)
+    policy = make_policy(name, **options)
+    given: dict[str, Any] = dict(options)
     if isinstance(policy, VertumnusPolicy | PaperPolicy):
         tuned = partial(
             type(policy),
+            **given,
             beta=policy.beta if beta is None else beta,
             lambda_=policy.lambda_ if lambda_ is None else lambda_,
         )
         tuned()  # weights out of range are found now rather than in the middle of a comparison
         return tuned
-    return partial(make_policy, name)
+    return partial(make_policy, name, **options)
 
 
 def compare(

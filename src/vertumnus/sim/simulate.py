@@ -10,7 +10,7 @@ from typing import Any
 
 from vertumnus.core.composition import Composition, OperationKind, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane, Transition
-from vertumnus.core.controllers import make_controller
+from vertumnus.core.controllers import ControllerSettings, make_controller
 from vertumnus.core.drift import RefitSettings, scaled
 from vertumnus.core.events import CopyReason
 from vertumnus.core.index.replication import ReplicationSettings
@@ -62,7 +62,11 @@ class SimulationSettings:
     """None: `any` for our policies with replication, else `pending`."""
     has_moves: bool | None = None
     """Whether queued work moves to workers that run dry; None: for our policy (`vertumnus`) only."""
+    replication: ReplicationSettings = field(default_factory=ReplicationSettings)
+    """Thresholds of Algorithm 2, where it runs."""
     controller: str = "lookahead"
+    controller_settings: ControllerSettings | None = None
+    """None: the controller's own."""
     cost_factors: tuple[tuple[int, float], ...] = ()
     """Degrees whose coefficients the control plane believes to be other than the profile's, and how many times."""
     has_refit: bool = False
@@ -97,6 +101,8 @@ class SimulationSettings:
             "overheads": None if self.overheads is None else self.overheads.to_json(),
             "cost_factors": {str(degree): factor for degree, factor in self.cost_factors},
             "failures": [asdict(failure) for failure in self.failures],
+            "replication": asdict(self.replication),
+            "controller_settings": asdict(self.controller_settings) if self.controller_settings else "auto",
         }
         return document
 
@@ -199,11 +205,13 @@ def simulate(
             window_s=settings.window_s,
             refit=RefitSettings() if settings.has_refit else None,
             reconfiguration=ReconfigurationSettings(switch_timeout_s=max(10.0, 5 * profile.switch_s)),
-            replication=ReplicationSettings() if has_replication else None,
+            replication=settings.replication if has_replication else None,
             moves=MoveSettings() if _has_moves(settings, policy) else None,
             pull=_pull_settings(settings.pulls or (Pulls.ANY if has_replication else Pulls.PENDING), profile),
         ),
-        controller=None if settings.is_fixed else make_controller(settings.controller, believed, profile.kappa),
+        controller=None
+        if settings.is_fixed
+        else make_controller(settings.controller, believed, profile.kappa, settings.controller_settings),
     )
     pool = SimulatedPool(
         control_plane=control_plane,

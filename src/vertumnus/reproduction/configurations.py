@@ -1,0 +1,71 @@
+"""`vertumnus-paper`, `vertumnus`, and what lies between them, by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from vertumnus.core.placement import VertumnusPolicy
+from vertumnus.core.queueing import Discipline
+from vertumnus.reproduction.tuning import Options
+from vertumnus.sim.compare import PolicyMaker, policy_maker
+from vertumnus.sim.simulate import Pulls, SimulationSettings
+
+
+def adaptive(settings: SimulationSettings) -> SimulationSettings:
+    """The same pool with its controller on."""
+    return replace(settings, is_fixed=False)
+
+
+def paper(settings: SimulationSettings) -> SimulationSettings:
+    """The pool as the paper has it: FIFO, the threshold controller, pending blocks as misses, Algorithms 1 and 2."""
+    return replace(settings, discipline=Discipline.FIFO, controller="threshold", pulls=Pulls.NONE, has_moves=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improvements:
+    """What `vertumnus` adds to `vertumnus-paper`; all off is the paper's, all on the default."""
+
+    price: bool = False
+    """beta and lambda follow scarcity instead of being constants."""
+    miss: bool = False
+    """J prices needless recomputing; without `price` it brings that along, as both scale by scarcity."""
+    order: bool = False
+    """Shortest predicted service first, the delay that it puts on others charged."""
+    lookahead: bool = False
+    """The controller replays windows through other compositions instead of watching thresholds."""
+    copies: bool = False
+    """Missing blocks priced as the cheaper of computing and copying them from any holder."""
+
+    moves: bool = False
+    """Queued work moves to workers that run dry."""
+
+    def policy(self, paper_options: Options) -> PolicyMaker:
+        """The placement policy."""
+        if self.miss:
+            return VertumnusPolicy
+        if self.price:
+            return policy_maker("vertumnus", mu=0.0)
+        return policy_maker("paper", **paper_options)
+
+    def settings(self, base: SimulationSettings) -> SimulationSettings:
+        """The pool."""
+        return replace(
+            base,
+            discipline=Discipline.SHORTEST if self.order else Discipline.FIFO,
+            controller="lookahead" if self.lookahead else "threshold",
+            pulls=Pulls.ANY if self.copies else Pulls.NONE,
+            has_moves=self.moves,
+        )
+
+
+NAMES = tuple(field.name for field in fields(Improvements))
+NONE, ALL = Improvements(), Improvements(**dict.fromkeys(NAMES, True))
+
+
+def steps() -> Mapping[str, Improvements]:
+    """The paper's, ours, each improvement alone, and all but each."""
+    named = {"vertumnus-paper": NONE, "vertumnus": ALL}
+    named |= {f"paper + {name}": Improvements(**{name: True}) for name in NAMES}
+    named |= {f"vertumnus - {name}": replace(ALL, **{name: False}) for name in NAMES}
+    # Without the price there is no miss term either: both would be the same pool.
+    named["vertumnus - price"] = replace(ALL, price=False, miss=False)
+    return named

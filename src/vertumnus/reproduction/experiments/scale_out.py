@@ -1,0 +1,168 @@
+"""Large pools: what a decision and a scan take, and what several routers with stale views lose."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from matplotlib.figure import Figure
+
+from vertumnus.bench import placement, trie
+from vertumnus.core.composition import Composition
+from vertumnus.core.profile import load_profile
+from vertumnus.reproduction import figures
+from vertumnus.reproduction.bench import Bench
+from vertumnus.reproduction.cells import Cell
+from vertumnus.reproduction.experiment import Experiment
+from vertumnus.reproduction.rows import Label, Outcome, Row
+from vertumnus.reproduction.traffic import NODE_GPUS, planned, settings, workload
+from vertumnus.sim.compare import policy_maker
+from vertumnus.workload.trace import Trace
+
+LOAD = 0.8
+NUM_ROUTERS = (1, 2, 4, 8)
+STALE_S = 0.5
+WORKERS_PER_64 = 144
+"""GPUs of the 64 workers that the placement benchmark's pools are multiples of."""
+SCAN_BLOCKS = 200_000
+
+
+def _run(bench: Bench) -> Outcome:
+    simulated = ", ".join(f"{num_gpus:,}" for num_gpus in bench.scale.quality_gpus)
+    return Outcome(
+        rows=[*_quality(bench), *_timed(bench)],
+        notes=[
+            f"quality is simulated for {simulated} GPUs",
+            "k routers are k control planes, each with a k-th of the nodes and the requests whose first block falls to "
+            "it; none sees another's queues or caches, and cache reports come half a second late. That models a prefix "
+            "hash in front of independent pools. It does not model routers that share workers and learn of each "
+            "other's placements late, where load can pile up but no GPU is out of reach",
+            "decisions and scans are measured on this machine, whatever else it did",
+        ],
+    )
+
+
+def _quality(bench: Bench) -> list[Row]:
+    profile = load_profile()
+    traffic = workload(bench, "toolagent")
+    unit = bench.scale.num_gpus
+    per_gpu_per_s = LOAD * traffic.capacity_per_s(profile, unit) / unit
+    shape = planned(bench, traffic, profile)
+    cells = []
+    for num_gpus in bench.scale.quality_gpus:
+        size = max(bench.scale.cell_requests, round(bench.scale.requests_per_gpu * num_gpus))
+        trace = _longer(traffic.held_out, size)
+        for num_routers in NUM_ROUTERS:
+            share_gpus = num_gpus // num_routers
+            if share_gpus < 2 * NODE_GPUS and num_routers > 1:
+                continue
+            for delay_s in (0.0,) if num_routers == 1 else (0.0, STALE_S):
+                cells.append(
+                    Cell(
+                        columns={"kind": "quality", "num_gpus": num_gpus, "num_routers": num_routers}
+                        | {"report_delay_s": delay_s, "routers": f"{num_routers} routers, reports {delay_s:g} s late"},
+                        trace=trace,
+                        profile=profile,
+                        make_policy=policy_maker("vertumnus"),
+                        settings=replace(
+                            settings(bench),
+                            num_gpus=num_gpus,
+                            composition=_stretched(shape, num_gpus),
+                            is_fixed=True,
+                            report_delay_s=delay_s,
+                        ),
+                        rate_per_s=per_gpu_per_s * num_gpus,
+                        num_routers=num_routers,
+                        routed=_stretched(shape, share_gpus),
+                    )
+                )
+    return bench.measure(cells)
+
+
+def _longer(trace: Trace, num_requests: int) -> Trace:
+    return trace.repeated(-(-num_requests // trace.num_requests)).limited(num_requests)
+
+
+def _stretched(shape: Composition, num_gpus: int) -> Composition:
+    """About the same shares of GPUs in a pool of another size; what is left over goes to the smallest degree."""
+    counts = {degree: count * num_gpus // shape.num_gpus for degree, count in shape}
+    smallest = min(counts)
+    left = num_gpus - sum(degree * count for degree, count in counts.items())
+    counts[smallest] += left // smallest
+    left %= smallest
+    if left:
+        counts[1] = counts.get(1, 0) + left
+    return Composition.of({degree: count for degree, count in counts.items() if count})
+
+
+def _timed(bench: Bench) -> list[Row]:
+    """Decisions and scans of this program on this machine, by size of the pool."""
+    rows: list[Row] = []
+    num_samples = 10 if bench.scale.name == "tiny" else 60
+    for num_gpus in bench.scale.pool_gpus:
+        workers = 64 * max(1, round(num_gpus / WORKERS_PER_64))
+        for entry in placement.run(
+            seed=bench.seed,
+            num_samples=num_samples,
+            num_workers=(workers,),
+            prompt_tokens=(8192,),
+            cached_ratios=(0.5,),
+        ):
+            rows.append(
+                {
+                    "kind": "decision",
+                    "num_gpus": num_gpus,
+                    "num_workers": workers,
+                    "p50_s": entry["p50_s"],
+                    "p99_s": entry["p99_s"],
+                    "label": Label.MEASURED.value,
+                }
+            )
+        num_blocks = 2_000 if bench.scale.name == "tiny" else SCAN_BLOCKS
+        for entry in trie.run(num_blocks=num_blocks, num_workers=workers, seed=bench.seed, num_samples=50):
+            if entry["operation"] == "scan":
+                rows.append(
+                    {
+                        "kind": "scan, full stores" if entry["stores_full"] else "scan, room in all stores",
+                        "num_gpus": num_gpus,
+                        "num_workers": workers,
+                        "p50_s": entry["p50_s"],
+                        "label": Label.MEASURED.value,
+                    }
+                )
+    return rows
+
+
+def _draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
+    figure, (left, middle, right) = figures.panels("Large pools", 1, 3)
+    quality = [row for row in rows if row["kind"] == "quality"]
+    figures.lines(left, quality, "num_gpus", "mean_ttft_s", "routers")
+    figures.lines(middle, quality, "num_gpus", "token_hit_ratio", "routers", scale=100)
+    timed = [row | {"ms": 1000 * row["p50_s"]} for row in rows if row["kind"] != "quality"]
+    figures.lines(right, timed, "num_gpus", "ms", "kind")
+    right.set_yscale("log")
+    right.legend(fontsize=7, frameon=False)
+    for axis, title, unit in (
+        (left, "mean TTFT (simulated)", "s"),
+        (middle, "token hit (simulated)", "%"),
+        (right, "decision and scan (measured)", "ms"),
+    ):
+        axis.set_xscale("log", base=2)
+        figures.finish(axis, title, "GPUs", unit)
+    figures.legend(figure, left, 4)
+    return {"Scale": figure}
+
+
+EXPERIMENTS = (
+    Experiment(
+        name="scale",
+        title="Scale: 64 to 4,096 GPUs, one router or several",
+        paper="64 GPUs, of which 40 prefill; nothing larger.",
+        ours=(
+            "Tool-agent traffic at the same load per GPU, the planned composition stretched. Quality is "
+            "simulated; the time of a decision (8K prompt, half of it cached, 64-token blocks) and of a scan is "
+            "measured."
+        ),
+        budget_s=180,
+        run=_run,
+        draw=_draw,
+    ),
+)
