@@ -2,10 +2,12 @@
 
 import csv
 import json
+from functools import partial
 from importlib import import_module
 
 import pytest
 
+from vertumnus.bench import placement
 from vertumnus.cli import VERBS
 from vertumnus.core.policies import POLICIES
 from vertumnus.workload.synthesis import KINDS
@@ -196,8 +198,8 @@ def test_bench_trie_records_environment_command_and_figures(run_json, monkeypatc
 
 
 def test_bench_placement_times_every_size(run_json, monkeypatch):
-    monkeypatch.setattr("vertumnus.bench.placement.NUM_WORKERS", (64,))
-    monkeypatch.setattr("vertumnus.bench.placement.PROMPT_TOKENS", (8192,))
+    one_size = partial(placement.run, num_workers=(64,), prompt_tokens=(8192,))
+    monkeypatch.setattr("vertumnus.bench.placement.run", one_size)
     document = run_json("bench", "placement", "--samples", 10)
     for entry, ratio in zip(document["results"], (0.5, 0.95), strict=True):
         assert (entry["num_workers"], entry["block_tokens"], entry["prompt_tokens"]) == (64, 64, 8192)

@@ -23,6 +23,14 @@ def test_a_window_sums_up_its_arrivals_and_the_next_starts_empty():
     assert (empty.start_s, empty.num_requests, empty.demand_s_per_s) == (20.0, 0, 0.0)
 
 
+def test_waiting_is_counted_in_the_windows_in_which_it_was_done():
+    windows = tracker()
+    windows.record_start(arrival_s=3.0, now_s=4.5)
+    assert windows.close(0.0, waiting=[12.0, 20.0]).waited_s == pytest.approx(1.5 + 8.0)
+    windows.record_start(arrival_s=12.0, now_s=26.0)
+    assert windows.close(0.0, waiting=[20.0]).waited_s == pytest.approx(6.0 + 20.0)
+
+
 def test_what_is_long_can_follow_the_traffic():
     windows = tracker(quantile_ratio=0.9)
     for number in range(400):

@@ -520,6 +520,8 @@ class ControlPlane:
             prefix = min(reused_tokens, item.end_tokens)
             if not item.queued.is_access_recorded:
                 item.queued.is_access_recorded = True
+                if self._steering is not None:
+                    self._steering.windows.record_start(item.queued.request.arrival_s, now_s)
                 num_reused = reused_tokens // self.settings.block_tokens
                 worker.reused_blocks += num_reused
                 if self._replicator is not None and num_reused:

@@ -41,6 +41,8 @@ class Window:
     num_requests: int = 0
     num_long: int = 0
     """Requests above the long-request threshold."""
+    waited_s: float = 0.0
+    """For how long requests waited for their first step in this window, in all."""
     input_tokens: int = 0
     suffix_tokens: int = 0
     """Input tokens that were not reusable where the request was placed."""
@@ -50,7 +52,8 @@ class Window:
     def __post_init__(self) -> None:
         if not self.end_s > self.start_s:
             raise ConfigError(f"window is {self.start_s} to {self.end_s}; accepted: an end after the start")
-        for name in ("demand_s_per_s", "backlog_s", "num_requests", "num_long", "input_tokens", "suffix_tokens"):
+        counted = ("num_requests", "num_long", "input_tokens", "suffix_tokens")
+        for name in ("demand_s_per_s", "backlog_s", "waited_s", *counted):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 0 or more")
         if self.num_long > self.num_requests:

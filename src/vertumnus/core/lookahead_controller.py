@@ -4,29 +4,35 @@ Thresholds on demand over capacity say that something is wrong, not what would b
 composition they are slow, and near it they fidget. Here every window's arrivals are replayed through shadows of other
 compositions (`core.rollout`): the target is the one of least mean TTFT, however many operations away.
 
+Shadows queue in order of arrival; how much less the pool itself waits than its own shadow is measured, and believed of
+the others too.
+
 What keeps it calm: all compositions are judged on the same arrivals, over as long as the traffic has not changed, so
 that evidence adds up; the gain must exceed a margin and, unless it is large, stand out from chance; and under the same
 traffic no composition is entered more than twice. When the traffic changes, all compositions start anew; as evidence
-comes in, those that are clearly worse are dropped, which also bounds the work.
+comes in, those that are clearly worse are dropped, which also bounds the work. And what a composition saves is weighed
+against what it would lose in a surge, the more the longer the traffic has stayed the same.
 """
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vertumnus.core.composition import Composition
 from vertumnus.core.controller import Arrivals, PoolState, Proposal, Reason, Window
 from vertumnus.core.cost import CostModel, FloatArray
+from vertumnus.core.evidence import Evidence, WaitRatio
 from vertumnus.core.rollout import Shadows
 from vertumnus.core.search_space import searchable_compositions
 from vertumnus.core.slices import finish
 from vertumnus.core.topology import Topology
 from vertumnus.errors import ConfigError
 
-_MAX_HALF_LIVES = 12
-"""Evidence older than this weighs less than a 4,000th and is dropped, so that memory stays bounded."""
+_SURGE_REQUESTS = 1000
+"""Arrivals of a surge that are replayed at most: ten milliseconds for the compositions that are followed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,11 @@ class LookaheadSettings:
     backlog_windows: int = 6
     """Windows after which a pool with a backlog looks at all compositions again: those followed may all be too slow."""
 
+    surge_ratio: float = 3.0
+    """Arrivals of a surge, which may come at any time, over those of now; never more than the pool could serve."""
+    reaction_windows: float = 2.0
+    """How long a surge lasts until the pool has been changed; 0: surges are not thought of."""
+
     def __post_init__(self) -> None:
         for name in ("min_gain_ratio", "urgent_gain_ratio"):
             if not 0 < getattr(self, name) < 1:
@@ -69,8 +80,11 @@ class LookaheadSettings:
         for name in ("gain_sigmas", "half_life_windows", "change_sigmas"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: above 0")
-        if not self.doubt_sigmas >= 0:
-            raise ConfigError(f"doubt_sigmas is {self.doubt_sigmas}; accepted: 0 or more")
+        for name in ("doubt_sigmas", "reaction_windows"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 0 or more")
+        if not self.surge_ratio >= 1:
+            raise ConfigError(f"surge_ratio is {self.surge_ratio}; accepted: 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,48 +108,53 @@ class LookaheadController:
     settings: LookaheadSettings = LookaheadSettings()
     _traffic: deque[_Traffic] = field(default_factory=lambda: deque(maxlen=180))
     _shadows: Shadows | None = None
-    _ttft_sums_s: list[FloatArray] = field(default_factory=list)
-    """Per window since the traffic changed, the summed TTFT of its arrivals in every shadow."""
-    _fine_ttft_s: list[FloatArray] = field(default_factory=list)
-    """Of the first of these windows, request by request."""
-    _counts: list[int] = field(default_factory=list)
+    _evidence: Evidence = field(init=False)
+    """Of the traffic as it is."""
+    _surges: Evidence = field(init=False)
+    """Of the same windows, each met by an idle pool at up to `surge_ratio` times the speed."""
+    _surge_requests: float = 0.0
+    """Arrivals of such a window, the last one."""
+    _returns: Evidence = field(init=False)
+    """Of the last window of the traffic before, met by an idle pool."""
+    _before: Arrivals | None = None
+    """That window's arrivals."""
+    _latest: Arrivals | None = None
+    _waits: WaitRatio = field(default_factory=WaitRatio)
     _entered: Counter[Composition] = field(default_factory=Counter)
     _topology: Topology | None = None
+    _began_with_backlog: bool = False
+    _last: Composition | None = None
+    """At the end of the window before; None before the first one and in a transition."""
+
+    def __post_init__(self) -> None:
+        self._evidence = Evidence(self.settings.fine_windows, self.settings.half_life_windows)
+        self._surges = Evidence(0, self.settings.half_life_windows)
+        self._returns = Evidence(0, self.settings.half_life_windows)
 
     def observe(self, window: Window, state: PoolState) -> Proposal | None:
         """A target of less predicted mean TTFT, or None.
 
         Costs some microseconds per arrival; a window in which the traffic changed, tens of milliseconds.
         """
-        has_changed = self._remember(window) or state.topology != self._topology
-        current = state.composition
-        arrivals = window.arrivals
-        is_known = self._shadows is not None and current in self._shadows.compositions
-        if has_changed:
-            self._entered.clear()
-        is_behind = len(state.queued) > 2 * current.num_workers and len(self._counts) >= self.settings.backlog_windows
-        # An unknown composition is one that was dropped, passed through on the way; a backlog means that the first
-        # window ranked too little. Neither is news of the traffic, so what was entered before still counts.
-        if has_changed or not is_known or is_behind:
-            self._start_anew(state)
-            arrivals = _with_queued(state.queued, arrivals)
+        arrivals = self._begin_window(window, state)
+        was_steady = not state.in_transition and (self._last == state.composition or self._last is None)
+        self._last = None if state.in_transition else state.composition
         if len(arrivals) == 0 or self._shadows is None:
             return None
-        ttft_s = finish(self._shadows.replay(arrivals))
-        self._ttft_sums_s.append(ttft_s.sum(axis=0))
-        if len(self._counts) < self.settings.fine_windows:
-            self._fine_ttft_s.append(ttft_s)
-        self._counts.append(len(arrivals))
-        if len(self._counts) > _MAX_HALF_LIVES * self.settings.half_life_windows:
-            del self._counts[0], self._ttft_sums_s[0]
-        row = self._shadows.compositions.index(current)
-        mean_ttft_s = self._mean_ttft_s()
-        # Under the same traffic a composition that was entered twice is not entered a third time.
-        spent = [index != row and self._entered[each] >= 2 for index, each in enumerate(self._shadows.compositions)]
-        best = self._best(row, np.where(spent, np.inf, mean_ttft_s))
-        gain_ratio = 1.0 - float(mean_ttft_s[best] / mean_ttft_s[row])
+        row = self._shadows.compositions.index(state.composition)
+        replayed = finish(self._shadows.replay(arrivals))
+        self._evidence.add(replayed)
+        if was_steady and len(window.arrivals):
+            own_wait_s = replayed.wait_s[-len(window.arrivals) :, row]
+            until_end_s = window.end_s - window.arrivals.arrival_s
+            self._waits.record(window.waited_s, float(np.minimum(own_wait_s, until_end_s).sum()), len(own_wait_s))
+        row = self._drop_hopeless(row)
+        if self.settings.reaction_windows:
+            self._meet_surges(window)
+        mean_ttft_s = self._evidence.mean_ttft_s(self._waits.ratio)
+        best = self._best(row, mean_ttft_s)
         proposal = None
-        if not state.in_transition and self._is_worth_it(row, best, gain_ratio):
+        if not state.in_transition and self._is_worth_it(row, best, mean_ttft_s):
             target = self._shadows.compositions[best]
             self._entered[target] += 1
             proposal = Proposal(
@@ -145,20 +164,89 @@ class LookaheadController:
                 {
                     "mean_ttft_s": float(mean_ttft_s[row]),
                     "target_mean_ttft_s": float(mean_ttft_s[best]),
-                    "num_requests": float(sum(self._counts)),
-                    "num_windows": float(len(self._counts)),
+                    "wait_ratio": self._waits.ratio,
+                    "num_requests": float(sum(self._evidence.counts)),
+                    "num_windows": float(len(self._evidence.counts)),
                 },
             )
-        self._drop_hopeless(mean_ttft_s, keep=(row, best))
         return proposal
+
+    def _begin_window(self, window: Window, state: PoolState) -> Arrivals:
+        """What to replay; forgets what was learnt where that says nothing of the traffic that goes on."""
+        current = state.composition
+        is_other = self._remember(window)
+        if is_other:
+            self._before = self._latest
+        self._latest = window.arrivals
+        has_changed = is_other or state.topology != self._topology
+        if has_changed:
+            self._entered.clear()
+        is_known = self._shadows is not None and current in self._shadows.compositions
+        backlog = len(state.queued) / current.num_workers
+        is_behind = backlog > 2 and len(self._evidence.counts) >= self.settings.backlog_windows
+        # While a backlog was worked off, the shadows told who is quickest at that, not who serves this traffic best.
+        is_through = self._began_with_backlog and backlog <= 1 and not state.in_transition
+        # An unknown composition is one that was dropped, passed through on the way; a backlog means that the first
+        # window ranked too little. None of this is news of the traffic, so what was entered before still counts.
+        if not (has_changed or not is_known or is_behind or is_through):
+            return window.arrivals
+        self._start_anew(state)
+        self._began_with_backlog = backlog > 0.5
+        return _with_queued(state.queued, window.arrivals)
+
+    def _meet_surges(self, window: Window) -> None:
+        """What would become of idle shadows in a surge of this traffic, and if the traffic before it came back."""
+        assert self._shadows is not None
+        compositions = self._shadows.compositions
+        if len(window.arrivals):
+            surge, ratio = _first(window.arrivals), self._surge_ratio(window)
+            since_s = surge.arrival_s - window.start_s
+            surge = replace(surge, arrival_s=window.start_s + since_s / ratio)
+            self._surges.add(finish(Shadows(compositions, self.cost_model).replay(surge)))
+            self._surge_requests = ratio * len(window.arrivals)
+        if self._before is not None and len(self._before) and not self._returns.counts:
+            self._returns.add(finish(Shadows(compositions, self.cost_model).replay(_first(self._before))))
+
+    def _surge_ratio(self, window: Window) -> float:
+        """What comes `surge_ratio` times as fast, or as fast as the pool can serve at all: at its smallest degree."""
+        assert self._shadows is not None
+        costs = self.cost_model.for_degrees(self.cost_model.degrees[:1])
+        arrivals = window.arrivals
+        work_s = costs.prefill_s(arrivals.input_tokens - arrivals.prefix_tokens, arrivals.prefix_tokens)
+        num_workers = self._shadows.compositions[0].num_gpus / self.cost_model.degrees[0]
+        could_s = window.duration_s * num_workers
+        return max(1.0, min(self.settings.surge_ratio, could_s / float(work_s.sum())))
 
     def _best(self, row: int, mean_ttft_s: FloatArray) -> int:
         """The composition to go for. Of many that were seen on few requests, the one that looks best is mostly one that
         was lucky, so that doubt counts against each; but where the pool is far from right, any of the best will do."""
-        best = int(mean_ttft_s.argmin())
-        if mean_ttft_s[best] <= (1.0 - self.settings.urgent_gain_ratio) * mean_ttft_s[row]:
+        settings = self.settings
+        is_open = self._is_open(row, mean_ttft_s)
+        best = int(np.where(is_open, mean_ttft_s, np.inf).argmin())
+        if mean_ttft_s[best] <= (1.0 - settings.urgent_gain_ratio) * mean_ttft_s[row]:
             return best
-        return int((mean_ttft_s + self.settings.doubt_sigmas * self._standard_errors(row)).argmin())
+        doubt_s = settings.doubt_sigmas * self._evidence.standard_errors_s(row, self._waits.ratio)
+        return int(np.where(is_open, mean_ttft_s + doubt_s, np.inf).argmin())
+
+    def _is_open(self, row: int, mean_ttft_s: FloatArray) -> NDArray[np.bool_]:
+        """Which compositions may be gone to: [K].
+
+        Under the same traffic one that was entered twice is not entered a third time. And what one saves, over as long
+        again as the traffic has been what it is, must be worth more than what it would lose until the pool has been
+        changed if a surge came then: few large workers serve light traffic best, and lose most when it ends.
+        """
+        assert self._shadows is not None
+        is_open = np.array([self._entered[each] < 2 for each in self._shadows.compositions])
+        expected_s = sum(each.num_requests for each in self._traffic) * mean_ttft_s
+        for surges, per_window in (
+            (self._surges, self._surge_requests),
+            (self._returns, 0 if self._before is None else len(self._before)),
+        ):
+            if surges.counts:
+                lost_s = self.settings.reaction_windows * per_window * surges.mean_ttft_s(self._waits.ratio)
+                is_open &= expected_s + lost_s <= (expected_s + lost_s)[row]
+        is_open[row] = True
+        return is_open
 
     def use_costs(self, cost_model: CostModel) -> None:
         """Another cost model: what was learnt with the old one is forgotten."""
@@ -166,64 +254,41 @@ class LookaheadController:
         self._shadows = None
         self._traffic.clear()
 
-    def _is_worth_it(self, row: int, best: int, gain_ratio: float) -> bool:
+    def _is_worth_it(self, row: int, best: int, mean_ttft_s: FloatArray) -> bool:
         settings = self.settings
+        gain_ratio = 1.0 - float(mean_ttft_s[best] / mean_ttft_s[row])
         if best == row or gain_ratio < settings.min_gain_ratio:
             return False
         if gain_ratio >= settings.urgent_gain_ratio:
             return True
-        if len(self._counts) < settings.min_windows or sum(self._counts) < settings.min_requests:
+        counts = self._evidence.counts
+        if len(counts) < settings.min_windows or sum(counts) < settings.min_requests:
             return False
-        return self._sigmas(row, best) >= settings.gain_sigmas
+        return self._sigmas(row, best, mean_ttft_s) >= settings.gain_sigmas
 
-    def _weights(self) -> FloatArray:
-        """What each window's evidence weighs: its arrivals, halved with every half-life of age."""
-        age = np.arange(len(self._counts))[::-1]
-        weights: FloatArray = np.array(self._counts) * 0.5 ** (age / self.settings.half_life_windows)
-        return weights
-
-    def _mean_ttft_s(self) -> FloatArray:
-        weights = self._weights()
-        means = np.array(self._ttft_sums_s) / np.array(self._counts)[:, None]
-        mean_ttft_s: FloatArray = weights @ means / weights.sum()
-        return mean_ttft_s
-
-    def _sigmas(self, worse: int, better: int) -> float:
+    def _sigmas(self, worse: int, better: int, mean_ttft_s: FloatArray) -> float:
         """Standard errors by which two shadows' means differ."""
-        mean_ttft_s = self._mean_ttft_s()
-        error_s = float(self._standard_errors(worse)[better])
+        error_s = float(self._evidence.standard_errors_s(worse, self._waits.ratio)[better])
         return float(mean_ttft_s[worse] - mean_ttft_s[better]) / max(error_s, 1e-12)
 
-    def _standard_errors(self, row: int) -> FloatArray:
-        """Of the difference between a shadow's mean TTFT and each other's: from the differences request by request at
-        first, later window by window."""
-        if len(self._counts) <= self.settings.fine_windows:
-            ttft_s = np.concatenate(self._fine_ttft_s)
-            return _standard_errors(ttft_s[:, row, None] - ttft_s)
-        weights = self._weights()
-        weights = weights / weights.sum()
-        means = np.array(self._ttft_sums_s) / np.array(self._counts)[:, None]
-        differences = means[:, row, None] - means
-        errors: FloatArray = np.sqrt((weights**2) @ (differences - weights @ differences) ** 2)
-        return errors
-
-    def _drop_hopeless(self, mean_ttft_s: FloatArray, keep: Sequence[int]) -> None:
-        """Follows the best `max_shadows` compositions only, later those alone that may still turn out best."""
+    def _drop_hopeless(self, row: int) -> int:
+        """Follows the pool's own composition, whose new row is returned, the best others and the best of every number
+        of workers: those stand surges differently. Later those alone that may still turn out better than the own."""
         assert self._shadows is not None
-        order = np.argsort(mean_ttft_s, kind="stable")[: self.settings.max_shadows].tolist()
-        rows = sorted({*order, *keep})
-        if len(self._counts) > self.settings.fine_windows:
-            best = int(mean_ttft_s.argmin())
-            hopeless = {
-                row
-                for row in rows
-                if mean_ttft_s[row] > 1.1 * mean_ttft_s[best] and self._sigmas(row, best) > self.settings.gain_sigmas
-            }
-            rows = [row for row in rows if row in keep or row not in hopeless]
+        compositions = self._shadows.compositions
+        mean_ttft_s = self._evidence.mean_ttft_s(self._waits.ratio)
+        order = np.argsort(mean_ttft_s, kind="stable").tolist()
+        best_of = {compositions[each].num_workers: each for each in reversed(order)}
+        rows = sorted({row, *order[: self.settings.max_shadows], *best_of.values()})
+        if len(self._evidence.counts) > self.settings.fine_windows:
+            errors_s = self.settings.gain_sigmas * self._evidence.standard_errors_s(row, self._waits.ratio)
+            is_hopeless = mean_ttft_s - errors_s > mean_ttft_s[row]
+            rows = [each for each in rows if not is_hopeless[each]]
         if len(rows) < len(mean_ttft_s):
             self._shadows.keep(rows)
-            self._ttft_sums_s = [sums[rows] for sums in self._ttft_sums_s]
-            self._fine_ttft_s = [ttft_s[:, rows] for ttft_s in self._fine_ttft_s]
+            for evidence in (self._evidence, self._surges, self._returns):
+                evidence.keep(rows)
+        return rows.index(row)
 
     def _start_anew(self, state: PoolState) -> None:
         """Shadows of everything that could be gone to; what was learnt under other traffic is forgotten."""
@@ -235,9 +300,9 @@ class LookaheadController:
             if each != current and state.admits(each)
         ]
         self._shadows = Shadows([current, *others], self.cost_model)
-        self._ttft_sums_s.clear()
-        self._fine_ttft_s.clear()
-        self._counts.clear()
+        self._evidence.clear()
+        self._surges.clear()
+        self._returns.clear()
 
     def _remember(self, window: Window) -> bool:
         """Appends a window to the history of the traffic; a change (True) ends the history before it."""
@@ -273,16 +338,13 @@ class LookaheadController:
         return bool(abs(means[0] - means[1]) > sigmas * np.sqrt(max(sum(errors), 0.0)) + 1e-6 * means[0])
 
 
-def _standard_errors(values: FloatArray) -> FloatArray:
-    """Of the mean of each column, [n, K] -> [K], where each value depends on the one before (an AR(1) process):
-    s*sqrt(k/n) with k = (1 + r)/(1 - r), r the correlation of neighbours where it is positive."""
-    num_values = len(values)
-    deviations = values - values.mean(axis=0)
-    variance = (deviations**2).mean(axis=0)
-    covariance = (deviations[1:] * deviations[:-1]).sum(axis=0) / num_values
-    correlation = np.clip(covariance / np.maximum(variance, 1e-30), 0.0, 0.99)
-    errors: FloatArray = np.sqrt(variance * (1.0 + correlation) / (1.0 - correlation) / num_values)
-    return errors
+def _first(arrivals: Arrivals) -> Arrivals:
+    """Enough of them to tell, and a bounded number."""
+    return Arrivals(
+        arrival_s=arrivals.arrival_s[:_SURGE_REQUESTS],
+        input_tokens=arrivals.input_tokens[:_SURGE_REQUESTS],
+        prefix_tokens=arrivals.prefix_tokens[:_SURGE_REQUESTS],
+    )
 
 
 def _with_queued(queued: Arrivals, arrivals: Arrivals) -> Arrivals:

@@ -6,6 +6,7 @@ arrivals, so that their differences are far sharper than their values.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,18 @@ from vertumnus.core.slices import Slices
 
 SLICE_REQUESTS = 200
 """Requests replayed between two yields: one to a few milliseconds for tens of compositions."""
+
+
+class Replayed(NamedTuple):
+    """Of n arrivals in K shadows, seconds, [n, K] each."""
+
+    wait_s: FloatArray
+    service_s: FloatArray
+
+    @property
+    def ttft_s(self) -> FloatArray:
+        """Wait and service, in a pool that serves in order of arrival."""
+        return self.wait_s + self.service_s
 
 
 class Shadows:
@@ -47,8 +60,8 @@ class Shadows:
         self._columns = self._columns[rows, :most]
         self._free_s = self._free_s[rows, :most]
 
-    def replay(self, arrivals: Arrivals) -> Slices[FloatArray]:
-        """Predicted TTFT (wait + service) of every arrival in every shadow: seconds, [num_arrivals, K].
+    def replay(self, arrivals: Arrivals) -> Slices[Replayed]:
+        """Predicted wait and service of every arrival in every shadow.
 
         Resumable: yields after every slice and returns the result. Each request goes to the worker of least
         J = q + beta*E_C(R, P) + lambda*C*E_C(R, P): the third term of J without its C_min part, which is the same for
@@ -59,7 +72,7 @@ class Shadows:
         service = self._cost_model.for_degrees(degrees).prefill_s(arrivals.input_tokens[:, None] - prefix, prefix)
         price = (self._beta + self._lambda * degrees) * service
         free_s, rows = self._free_s, np.arange(len(self.compositions))
-        ttft_s = np.empty((len(arrivals), len(self.compositions)))
+        replayed = Replayed(*np.empty((2, len(arrivals), len(self.compositions))))
         for start in range(0, len(arrivals), SLICE_REQUESTS):
             end = min(start + SLICE_REQUESTS, len(arrivals))
             prices = price[start:end, self._columns]
@@ -68,8 +81,9 @@ class Shadows:
                 arrival_s = arrivals.arrival_s[index]
                 begin_s = np.maximum(free_s, arrival_s)
                 best = (begin_s + prices[index - start]).argmin(axis=1)
-                done_s = begin_s[rows, best] + services[index - start, rows, best]
-                free_s[rows, best] = done_s
-                ttft_s[index] = done_s - arrival_s
+                begun_s, taken_s = begin_s[rows, best], services[index - start, rows, best]
+                free_s[rows, best] = begun_s + taken_s
+                replayed.wait_s[index] = begun_s - arrival_s
+                replayed.service_s[index] = taken_s
             yield
-        return ttft_s
+        return replayed

@@ -53,7 +53,9 @@ class Steering:
     def end_window(self, waiting: Sequence[PrefillRequest], now_s: float) -> None:
         """Closes the window and asks the controller; `waiting` are the requests without a worker."""
         workers = self._workers.all()
-        window = self.windows.close(sum(worker.outstanding_s(now_s) for worker in workers))
+        queued = [item.request for worker in workers for item in worker.queue.items() if not item.started]
+        backlog_s = sum(worker.outstanding_s(now_s) for worker in workers)
+        window = self.windows.close(backlog_s, [request.arrival_s for request in (*queued, *waiting)])
         self.last_window, self.last_proposal = window, None
         for worker in workers:
             worker.reused_blocks *= _REUSE_DECAY

@@ -91,7 +91,7 @@ def by_rollout(
 
 def _ranked(choices: Sequence[Composition], arrivals: Arrivals, profile: Profile) -> tuple[list[int], list[float]]:
     """(rows of the compositions, best first; predicted mean TTFT by row)."""
-    mean_s = finish(Shadows(choices, profile.cost_model()).replay(arrivals)).mean(axis=0)
+    mean_s = finish(Shadows(choices, profile.cost_model()).replay(arrivals)).ttft_s.mean(axis=0)
     return np.argsort(mean_s, kind="stable").tolist(), mean_s.tolist()
 
 
