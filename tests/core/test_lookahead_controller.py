@@ -121,8 +121,8 @@ def test_changed_traffic_is_followed_within_two_windows():
 
 
 def test_what_a_surge_would_cost_is_weighed_against_the_gain_until_the_traffic_has_lasted():
-    """Few large workers serve this light traffic best; while it is young, more and smaller ones have to do."""
-    windows = equal_windows(150, 40, [2_000, 3_000, 60_000])
+    """Two large workers serve this light traffic best; while it is young, more and smaller ones have to do."""
+    windows = equal_windows(150, 40, [30_000, 5_000])
     bold = drive(LookaheadController(COST, LookaheadSettings(reaction_windows=0.0)), "16x1", windows)
     wary = drive(LookaheadController(COST), "16x1", windows)
     assert bold[10].num_workers < wary[10].num_workers
