@@ -56,6 +56,12 @@ ENDED = _counter(
     "outcome",
 )
 REFUSED = _counter("requests_refused", "Requests that no room was found for, most of them before acceptance", "kind")
+HTTP_ERRORS = _counter(
+    "http_errors",
+    "HTTP requests that got an error, from the front end or from the pool, or whose client left before the end (499)",
+    "status",
+    "code",
+)
 RESTARTED = _counter("requests_restarted", "Times that a request's KV was lost or given up and is computed again")
 PLACED = _counter("placements", "Placements; redirected ones are any but a request's first", "redirected")
 OPEN = _gauge("requests_open", "Accepted requests that have not ended")

@@ -44,6 +44,8 @@ class HttpApp:
         self.answering = Answering(backend, tokeniser, self._access, config)
         self.is_over = asyncio.Event()
         """Set when streams that have no end of their own are to end."""
+        self.note_error = backend.http_error
+        """Of what is refused before it is a request."""
         self.connections: Collection[Any] = ()
         """Those that are open, of the server that runs this."""
         self._posts: dict[str, Callable[[Exchange], Awaitable[None]]] = {
@@ -66,12 +68,16 @@ class HttpApp:
         except ClientGone:
             pass
         except (ApiError, VertumnusError) as error:
-            await exchange.refuse(error if isinstance(error, ApiError) else seen_by_client(error))
+            await self._refuse(exchange, error if isinstance(error, ApiError) else seen_by_client(error))
         except Exception:
             LOG.exception("request %s failed", exchange.request_id)
             if exchange.status is not None:
                 raise  # the server breaks the connection: nothing else tells the client that the answer is cut
-            await exchange.refuse(internal_error())
+            await self._refuse(exchange, internal_error())
+
+    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
+        self.note_error(error.status, error.shown_code)
+        await exchange.refuse(error)
 
     async def _answer_other(self, exchange: Exchange, send: Send) -> None:
         path = exchange.path
@@ -145,6 +151,7 @@ def _api(backend: Backend, answering: Answering, access: Access, config: HttpCon
 
     @api.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
+        backend.http_error(error.status, error.shown_code)
         return Response(error.to_json(), error.status, dict(error.headers), media_type="application/json")
 
     @api.exception_handler(VertumnusError)
