@@ -297,8 +297,7 @@ class LivePool:
         return any(item.request.request_id == request_id for step in self._steps.values() for item in step.items)
 
     def _expire(self, request: LiveRequest) -> None:
-        asked = request.generation.request
-        request.generation.end(DeadlineExceeded(f"the deadline of {asked.deadline_s:g} s has passed"))
+        request.generation.end(DeadlineExceeded("the request's deadline has passed"))
         self._cancel(request, "deadline")
 
     def _close_request(self, request: LiveRequest, outcome: str) -> None:

@@ -293,6 +293,8 @@ def main() -> None:
     for fd in (spec.http_fd, spec.pool_fd, spec.report_fd):
         os.set_inheritable(fd, False)  # the ranks have no business with them
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    # It tells of its start and end, and of every client that talks nonsense: as many lines as a client likes.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
         uvloop.run(Router(spec).run())
     except VertumnusError as error:
