@@ -35,6 +35,7 @@ from vertumnus.engine.pool import RankPool
 from vertumnus.errors import ConfigError, VertumnusError
 from vertumnus.serve.calibration import Calibration, calibrate
 from vertumnus.serve.dashboard import FOLDER as DASHBOARD
+from vertumnus.serve.descriptors import connections_that_fit
 from vertumnus.serve.garbage import collect_rarely
 from vertumnus.serve.http import HttpConfig, Tokeniser, create_app, serve_http, stop_on_signals
 from vertumnus.serve.live_backend import LiveBackend, Watch
@@ -253,7 +254,7 @@ class Router:
             dashboard_folder=DASHBOARD,
             has_public_metrics=config.public_metrics,
             max_body_bytes=None if config.max_body_mib is None else config.max_body_mib << 20,
-            max_connections=config.max_connections,
+            max_connections=connections_that_fit(config.max_connections, config.ranks + config.decode_ranks),
             drain_timeout_s=config.drain_timeout_s,
         )
 
