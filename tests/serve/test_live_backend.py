@@ -371,10 +371,15 @@ def test_orders():
         assert not backend.is_ready
         await read(generation)
         assert await backend.drain(None) == {"draining": True, "num_open": 0}
+        assert backend.describe()["is_draining"]
+        assert samples(backend)["vertumnus_draining", ()] == 1
         with pytest.raises(ShuttingDown):
             pool.submit(asked(prompt(1, 10)))
         assert backend.resume() == {"draining": False, "num_open": 0}
         assert backend.is_ready
+        assert samples(backend)["vertumnus_draining", ()] == 0
+        told = [each["kind"] for each in backend.decisions(100) if each["kind"].startswith("pool_")]
+        assert told == ["pool_resumed", "pool_drained"], "once each, newest first"
         await read(pool.submit(asked(prompt(1, 10))))
 
     with_backend(body)

@@ -152,7 +152,7 @@ class LivePool:
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new and waits for what is open; whether all of it has ended in time."""
-        self._is_draining = True
+        self._set_draining(True)
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except (asyncio.TimeoutError, TimeoutError):
@@ -161,7 +161,17 @@ class LivePool:
 
     def resume(self) -> None:
         """Takes requests again after `drain`."""
-        self._is_draining = False
+        self._set_draining(False)
+
+    def _set_draining(self, is_draining: bool) -> None:
+        if self._is_draining != is_draining:
+            self._is_draining = is_draining
+            self.telemetry.pool_drained(self._loop.time(), is_draining)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether an operator has it take nothing new."""
+        return self._is_draining
 
     @property
     def is_ready(self) -> bool:

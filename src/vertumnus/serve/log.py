@@ -68,6 +68,9 @@ class PoolLog(Telemetry):
     def controller_paused(self, now_s: float, is_paused: bool) -> None:
         _write(logging.INFO, "controller_paused" if is_paused else "controller_resumed")
 
+    def pool_drained(self, now_s: float, is_draining: bool) -> None:
+        _write(logging.INFO, "pool_drained" if is_draining else "pool_resumed")
+
     def switch_started(self, now_s: float, action: ActivateGroups) -> None:
         groups = [list(group.ranks) for group in action.groups]
         _write(logging.INFO, "switch_started", epoch=action.epoch, groups=groups)

@@ -154,6 +154,7 @@ SWITCH = _histogram("transition_switch_seconds", "From there to the new workers 
 ACTIVATIONS = _counter("activations", "Times that ranks were told to take up new groups", "result")
 RANKS_LOST = _counter("ranks_lost", "Times that a rank's process was lost", "rank")
 RANKS_BACK = _counter("ranks_back", "Times that a rank came back", "rank")
+DRAINING = _gauge("draining", "1 while an operator has the pool take nothing new")
 POOL_FAILED = _gauge("pool_failed", "1 once nothing can be served any more")
 
 # Controller, as of the last observation window that has ended

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import uvloop
@@ -167,16 +168,18 @@ class Router:
             caches=caches,
         )
         await pool.start()
-        self._repeat_orders(pool)
+        await self._repeat_orders(pool)
         return pool
 
-    def _repeat_orders(self, pool: LivePool) -> None:
+    async def _repeat_orders(self, pool: LivePool) -> None:
         """What an operator has asked an earlier router for still holds."""
         orders = Orders(**(self._spec.orders or {}))
         if orders.composition is not None:
             pool.set_composition(Composition.parse(orders.composition))
         elif orders.is_paused:
             pool.pause_controller(True)
+        if orders.is_draining:
+            await pool.drain(0.0)
 
     async def _restore(self, ranks: RankPool, caches: WorkerCaches) -> None:
         """What the prefill ranks hold, by what they say."""
@@ -267,11 +270,15 @@ class _Orders(Telemetry):
         self._report = report
 
     def composition_requested(self, now_s: float, composition: Composition) -> None:
-        self._pass_on(Orders(str(composition), is_paused=True))
+        self._pass_on(replace(self._orders, composition=str(composition), is_paused=True))
 
     def controller_paused(self, now_s: float, is_paused: bool) -> None:
         # Without the controller, the composition that was asked for last stays.
-        self._pass_on(Orders(self._orders.composition if is_paused else None, is_paused))
+        composition = self._orders.composition if is_paused else None
+        self._pass_on(replace(self._orders, composition=composition, is_paused=is_paused))
+
+    def pool_drained(self, now_s: float, is_draining: bool) -> None:
+        self._pass_on(replace(self._orders, is_draining=is_draining))
 
     def _pass_on(self, orders: Orders) -> None:
         if orders != self._orders:

@@ -84,6 +84,9 @@ class Telemetry:
     def controller_paused(self, now_s: float, is_paused: bool) -> None:
         """By an operator, or let go on."""
 
+    def pool_drained(self, now_s: float, is_draining: bool) -> None:
+        """It takes nothing new, by an operator, or takes requests again."""
+
     def switch_started(self, now_s: float, action: ActivateGroups) -> None:
         """Ranks are to take up new groups."""
 

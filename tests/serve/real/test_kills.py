@@ -102,6 +102,12 @@ def test_what_an_operator_ordered_outlives_the_router(server):
     assert server.call("/admin/pause-controller", {"paused": False})[0] == 200
     kill_now(server, [None])
     assert not server.state()["controller"]["is_paused"]
+    assert server.call("/admin/drain", {})[0] == 200
+    kill_now(server, [None])
+    assert server.call("/ready")[0] == 503, "it is still drained"
+    assert server.call("/admin/resume", {})[0] == 200
+    kill_now(server, [None])
+    assert server.call("/ready")[0] == 200
     assert server.call("/admin/pause-controller", {"paused": True})[0] == 200
     kill_now(server, [None])
     assert server.state()["controller"]["is_paused"]

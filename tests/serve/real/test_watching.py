@@ -28,6 +28,7 @@ STILL = {
     families.RESTARTED: "only where the death meets a request",
     families.FAILED_STEPS: "as above",
     families.POOL_FAILED: "it has not",
+    families.DRAINING: "nobody has asked for it",
 }
 """What may well show nothing but zeros after the traffic below, and why."""
 

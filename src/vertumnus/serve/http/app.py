@@ -123,7 +123,7 @@ def _api(backend: Backend, answering: Answering, access: Access, config: HttpCon
     async def ready() -> Response:
         if answering.is_draining:
             return _json({"status": "draining"}, 503)
-        return _json({"status": "ok"}) if backend.is_ready else _json({"status": "starting"}, 503)
+        return _json({"status": "ok"}) if backend.is_ready else _json({"status": "not ready"}, 503)
 
     @api.get("/metrics", tags=["operator"], summary="In Prometheus' text format", response_class=PlainTextResponse)
     async def metrics() -> Response:
