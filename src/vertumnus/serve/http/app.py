@@ -29,6 +29,9 @@ LOG = logging.getLogger(__name__)
 
 MAX_ADMIN_BODY_BYTES = 1 << 16
 
+PROBED = frozenset({"/health", "/ready", "/metrics", "/v1/models"})
+"""What load balancers and monitors also ask for by HEAD."""
+
 
 def create_app(backend: Backend, tokeniser: Tokeniser, config: HttpConfig) -> "HttpApp":
     """The front end of a pool, to be run by `serve_http` or any ASGI server."""
@@ -99,7 +102,10 @@ class HttpApp:
             await send(message)
 
         exchange.scope["vertumnus"] = exchange
-        await self.api(exchange.scope, receive, send_with_id)
+        scope = exchange.scope
+        if exchange.method == "HEAD" and path in PROBED:
+            scope = {**scope, "method": "GET"}  # whoever sends the answer knows that it goes without its body
+        await self.api(scope, receive, send_with_id)
 
 
 def _api(backend: Backend, answering: Answering, access: Access, config: HttpConfig, is_over: asyncio.Event) -> FastAPI:
