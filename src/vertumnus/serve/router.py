@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import uvloop
@@ -254,12 +255,18 @@ class Router:
             stop_token_ids=frozenset(self._model.stop_token_ids),
             api_keys=config.api_keys,
             control_token=self._spec.control_token,
+            dashboard_cookie=self._dashboard_cookie(),
             dashboard_folder=DASHBOARD,
             has_public_metrics=config.public_metrics,
             max_body_bytes=None if config.max_body_mib is None else config.max_body_mib << 20,
             max_connections=connections_that_fit(config.max_connections, config.ranks + config.decode_ranks),
             drain_timeout_s=config.drain_timeout_s,
         )
+
+    def _dashboard_cookie(self) -> str:
+        """The same for every router in turn: who watches goes on watching when one dies."""
+        token = self._spec.control_token.encode()
+        return blake2b(token, key=self._spec.hash_key, digest_size=32, person=b"vertumnus-cookie").hexdigest()
 
 
 class _Orders(Telemetry):
