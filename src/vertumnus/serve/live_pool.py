@@ -682,8 +682,22 @@ class LivePool:
             request = self._attempts.get(item.request.request_id)
             if request is not None and request.is_over:  # the control plane forgets it with its worker
                 del self._attempts[item.request.request_id]
+            elif request is not None:
+                self._lost_step(request)
         self._decode.source_gone(self.caches.close(action.worker_id))
         self.telemetry.worker_closed(self._loop.time(), action.worker_id)
+
+    def _lost_step(self, request: LiveRequest) -> None:
+        """The control plane places it elsewhere; but what kills one worker after another must end some time."""
+        request.num_lost_steps += 1
+        if request.num_lost_steps >= self.settings.max_attempts:
+            # Not at once: its new place has been decided already, and is heard of next.
+            self._loop.call_soon(self._give_up, request)
+
+    def _give_up(self, request: LiveRequest) -> None:
+        lost = PoolFailed(f"the request was lost {request.num_lost_steps} times, each time with its worker")
+        request.generation.end(lost)
+        self._cancel(request, "failed")
 
     # Ranks
 
