@@ -677,18 +677,19 @@ class LivePool:
         for copy_id in self.caches.copies_of(action.worker_id):
             self._loop.call_soon(self._tell, CopyEnded(copy_id, False))
         step = self._steps.pop(action.worker_id, None)
-        self._stalled.pop(action.worker_id, None)
+        has_begun = self._stalled.pop(action.worker_id, None) is None
         for item in step.items if step is not None else ():
             request = self._attempts.get(item.request.request_id)
             if request is not None and request.is_over:  # the control plane forgets it with its worker
                 del self._attempts[item.request.request_id]
-            elif request is not None:
+            elif request is not None and has_begun:
                 self._lost_step(request)
         self._decode.source_gone(self.caches.close(action.worker_id))
         self.telemetry.worker_closed(self._loop.time(), action.worker_id)
 
     def _lost_step(self, request: LiveRequest) -> None:
         """The control plane places it elsewhere; but what kills one worker after another must end some time."""
+        self.telemetry.request_restarted(self._loop.time(), request, "its worker was lost in a step")
         request.num_lost_steps += 1
         if request.num_lost_steps >= self.settings.max_attempts:
             # Not at once: its new place has been decided already, and is heard of next.

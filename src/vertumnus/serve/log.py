@@ -49,7 +49,7 @@ class PoolLog(Telemetry):
             "restarted",
             request_id=request.generation.request.request_id,
             reason=reason,
-            attempt=request.num_attempts + 1,
+            attempt=request.num_attempts + request.num_lost_steps + 1,
         )
 
     def window_ended(self, now_s: float, window: Window, proposal: Proposal | None) -> None:

@@ -62,7 +62,10 @@ HTTP_ERRORS = _counter(
     "status",
     "code",
 )
-RESTARTED = _counter("requests_restarted", "Times that a request's KV was lost or given up and is computed again")
+RESTARTED = _counter(
+    "requests_restarted",
+    "Times that a request's KV, or the step that it was in, was lost or given up and is computed again",
+)
 PLACED = _counter("placements", "Placements; redirected ones are any but a request's first", "redirected")
 OPEN = _gauge("requests_open", "Accepted requests that have not ended")
 UNANSWERED = _gauge("requests_unanswered", "Accepted requests without a first token")

@@ -52,7 +52,7 @@ class Telemetry:
         """`stop`, `length`, `cancelled`, `deadline`, `refused` or `failed`."""
 
     def request_restarted(self, now_s: float, request: LiveRequest, reason: str) -> None:
-        """Its KV was lost or given up; it is computed again."""
+        """Its KV, or the step that it was in, was lost or given up; it is computed again."""
 
     def copy_started(self, now_s: float, action: CopyBlocks) -> None:
         """A copy between workers was decided."""
