@@ -83,10 +83,38 @@ def test_secrets_come_from_the_environment_over_the_file_and_are_never_shown(tmp
 def test_a_wrong_secret_is_not_repeated(tmp_path):
     file = tmp_path / "serve.toml"
     file.write_text('model = "somewhere"\n', encoding="utf-8")
-    for variable, value in [("API_KEYS", "sk-1=team"), ("API_KEYS", '["sk-1"]'), ("POOL_TOKEN", "sk-1")]:
+    for variable, value in [
+        ("API_KEYS", "sk-1=team"),
+        ("API_KEYS", '["sk-1"]'),
+        ("API_KEYS", '{"sk-1": 5}'),
+        ("POOL_TOKEN", "sk-1"),
+    ]:
         with pytest.raises(ConfigError, match=variable.lower() if value != "sk-1=team" else variable) as raised:
             read_config(file, {}, {f"VERTUMNUS_{variable}": value})
         assert "sk-1" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("host", ""),
+        ("api_keys", {"": "team"}),
+        ("drain_timeout_s", float("inf")),
+        ("start_timeout_s", float("inf")),
+        ("window_s", float("nan")),
+    ],
+)
+def test_what_no_server_could_mean_is_refused_before_ranks_load(key, value):
+    with pytest.raises(ConfigError, match=key):
+        config_from({"model": str(tiny_model.folder()), key: value}).checked()
+
+
+def test_a_link_to_a_folder_names_the_model(tmp_path):
+    link = tmp_path / "my-model"
+    link.symlink_to(tiny_model.folder())
+    assert config_from({"model": str(link)}).model_name == "my-model"
+    assert config_from({"model": str(link / "..")}).model_name == tmp_path.name
+    assert config_from({"model": str(link), "name": "other"}).model_name == "other"
 
 
 def test_every_secret_is_a_key():

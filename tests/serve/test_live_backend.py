@@ -354,6 +354,23 @@ def test_events_tell_the_state_and_every_decision_once():
     with_backend(body)
 
 
+@pytest.mark.parametrize(("killed", "num_restarted"), [(0, 1), (1, 0), (2, 0)])
+def test_a_step_that_is_lost_with_its_worker_is_told(killed, num_restarted):
+    """The request's own rank, another, and the decode rank, which has nothing yet."""
+
+    async def body(pool, backend):
+        generation = pool.submit(asked(prompt(1, 100)))
+        await asyncio.sleep(0.5)
+        assert [worker["step"] is not None for worker in backend.describe()["workers"]] == [True, False]
+        pool.ranks.kill(killed)
+        await read(generation)
+        assert total(samples(backend), "vertumnus_requests_restarted_total") == num_restarted
+        told = [each for each in backend.decisions(100) if each["kind"] == "restart"]
+        assert len(told) == num_restarted
+
+    with_backend(body)
+
+
 # Orders
 
 
@@ -371,10 +388,15 @@ def test_orders():
         assert not backend.is_ready
         await read(generation)
         assert await backend.drain(None) == {"draining": True, "num_open": 0}
+        assert backend.describe()["is_draining"]
+        assert samples(backend)["vertumnus_draining", ()] == 1
         with pytest.raises(ShuttingDown):
             pool.submit(asked(prompt(1, 10)))
         assert backend.resume() == {"draining": False, "num_open": 0}
         assert backend.is_ready
+        assert samples(backend)["vertumnus_draining", ()] == 0
+        told = [each["kind"] for each in backend.decisions(100) if each["kind"].startswith("pool_")]
+        assert told == ["pool_resumed", "pool_drained"], "once each, newest first"
         await read(pool.submit(asked(prompt(1, 10))))
 
     with_backend(body)

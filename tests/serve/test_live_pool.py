@@ -1,6 +1,7 @@
 """The live pool over stub ranks on a virtual clock: what every request gets, whatever happens on the way."""
 
 import asyncio
+from array import array
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from vertumnus.core.composition import Composition
 from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
+from vertumnus.engine.errors import WireError
 from vertumnus.serve.errors import DeadlineExceeded, Overloaded, PoolFailed, RequestTooLarge, ShuttingDown
 from vertumnus.serve.generation import FinishReason, Generation, GenerationRequest
 from vertumnus.serve.live_pool import LivePool
@@ -290,6 +292,32 @@ def test_a_short_prompt_waits_for_one_chunk_of_a_long_one_at_most():
         assert await read(long) == expected(long.request)
 
     with_pool(body, step_tokens=50, discipline=Discipline.SHORTEST)
+
+
+@pytest.mark.parametrize("composition", ["1x1", "2x1", "1x2"])
+def test_a_request_that_kills_its_ranks_again_and_again_fails_and_the_others_are_answered(composition):
+    """Whatever it is: a step that cannot be sent or run, or a prompt that brings its ranks down."""
+    deadly = prompt(1, 45)
+
+    async def body(pool):
+        run = pool.ranks.step
+
+        async def step(asked_for):
+            if any(request.token_ids[:45] == array("I", deadly) for request in asked_for.requests):
+                raise WireError("RunStep cannot be sent")
+            return await run(asked_for)
+
+        pool.ranks.step = step
+        killer = pool.submit(asked(deadly))
+        await asyncio.sleep(0.1)
+        others = [pool.submit(asked(prompt(number, 60))) for number in range(2, 5)]
+        with pytest.raises(PoolFailed, match="lost 5 times"):
+            await read(killer)
+        assert pool.failure is None
+        for other in others:
+            assert await read(other) == expected(other.request)
+
+    with_pool(body, composition, settings={"max_attempts": 5}, step_tokens=50)
 
 
 def test_where_the_ranks_are_gone_for_good_everybody_is_told():

@@ -27,7 +27,7 @@ SECRETS = ("control_token", "api_keys", "pool_token")
 class ServeConfig(BaseModel):
     """Every key may stand in the file (TOML) under its name; unknown ones are refused. Durations in seconds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     model: Path
     """Folder of the model, as Hugging Face writes it."""
@@ -79,7 +79,8 @@ class ServeConfig(BaseModel):
     max_wait_s: float | None = Field(None, gt=0)
     max_decode_sequences: int = Field(64, ge=1)
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1)
+    """An empty one would mean every address, as from a variable that is not set."""
     port: int = Field(8000, ge=0, le=65535)
     control_token: str | None = Field(None, min_length=16)
     """For /admin and the dashboard; None: made up at start and printed."""
@@ -133,11 +134,13 @@ class ServeConfig(BaseModel):
                     f"composition is {composition}; accepted: degrees of profile {self.profile} ({shown})"
                 )
         Slo.parse(self.slo)
+        if "" in self.api_keys:
+            raise ConfigError("api_keys has an empty key; accepted: secrets only")
         return self
 
     @property
     def model_name(self) -> str:
-        return self.name or self.model.resolve().name
+        return self.name or Path(os.path.abspath(self.model)).name  # a link's own name, not its target's
 
     @property
     def initial_composition(self) -> Composition:
@@ -197,13 +200,14 @@ def config_from(values: dict[str, Any]) -> ServeConfig:
         return ServeConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
+        # Of a secret's parts, names too may be secrets.
+        key = ".".join(map(str, first["loc"][:1] if first["loc"][0] in SECRETS else first["loc"]))
         if first["type"] == "extra_forbidden":
             known = ", ".join(ServeConfig.model_fields)
             raise ConfigError(f"key {key!r} is unknown; accepted: {known}") from None
         if first["type"] == "missing":
             raise ConfigError(f"{key} is missing; accepted: a value for it") from None
-        shown = "(secret)" if key.split(".")[0] in SECRETS else repr(first["input"])
+        shown = "(secret)" if key in SECRETS else repr(first["input"])
         raise ConfigError(f"{key} is {shown}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 

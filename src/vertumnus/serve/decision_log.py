@@ -107,6 +107,9 @@ class DecisionLog(Telemetry):
     def controller_paused(self, now_s: float, is_paused: bool) -> None:
         self._note(now_s, "controller_paused" if is_paused else "controller_resumed")
 
+    def pool_drained(self, now_s: float, is_draining: bool) -> None:
+        self._note(now_s, "pool_drained" if is_draining else "pool_resumed")
+
     def switch_started(self, now_s: float, action: ActivateGroups) -> None:
         self._note(now_s, "activation", epoch=action.epoch, groups=_ranks(action.groups))
 

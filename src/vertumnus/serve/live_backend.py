@@ -81,6 +81,9 @@ class LiveBackend:
     def submit(self, request: GenerationRequest) -> Generation:
         return self.pool.submit(request)
 
+    def http_error(self, status: int, code: str) -> None:
+        self.watch.metrics.http_error(status, code)
+
     # Watching
 
     def describe(self) -> Facts:

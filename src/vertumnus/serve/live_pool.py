@@ -152,7 +152,7 @@ class LivePool:
 
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new and waits for what is open; whether all of it has ended in time."""
-        self._is_draining = True
+        self._set_draining(True)
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except (asyncio.TimeoutError, TimeoutError):
@@ -161,7 +161,17 @@ class LivePool:
 
     def resume(self) -> None:
         """Takes requests again after `drain`."""
-        self._is_draining = False
+        self._set_draining(False)
+
+    def _set_draining(self, is_draining: bool) -> None:
+        if self._is_draining != is_draining:
+            self._is_draining = is_draining
+            self.telemetry.pool_drained(self._loop.time(), is_draining)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether an operator has it take nothing new."""
+        return self._is_draining
 
     @property
     def is_ready(self) -> bool:
@@ -297,8 +307,7 @@ class LivePool:
         return any(item.request.request_id == request_id for step in self._steps.values() for item in step.items)
 
     def _expire(self, request: LiveRequest) -> None:
-        asked = request.generation.request
-        request.generation.end(DeadlineExceeded(f"the deadline of {asked.deadline_s:g} s has passed"))
+        request.generation.end(DeadlineExceeded("the request's deadline has passed"))
         self._cancel(request, "deadline")
 
     def _close_request(self, request: LiveRequest, outcome: str) -> None:
@@ -668,13 +677,28 @@ class LivePool:
         for copy_id in self.caches.copies_of(action.worker_id):
             self._loop.call_soon(self._tell, CopyEnded(copy_id, False))
         step = self._steps.pop(action.worker_id, None)
-        self._stalled.pop(action.worker_id, None)
+        has_begun = self._stalled.pop(action.worker_id, None) is None
         for item in step.items if step is not None else ():
             request = self._attempts.get(item.request.request_id)
             if request is not None and request.is_over:  # the control plane forgets it with its worker
                 del self._attempts[item.request.request_id]
+            elif request is not None and has_begun:
+                self._lost_step(request)
         self._decode.source_gone(self.caches.close(action.worker_id))
         self.telemetry.worker_closed(self._loop.time(), action.worker_id)
+
+    def _lost_step(self, request: LiveRequest) -> None:
+        """The control plane places it elsewhere; but what kills one worker after another must end some time."""
+        self.telemetry.request_restarted(self._loop.time(), request, "its worker was lost in a step")
+        request.num_lost_steps += 1
+        if request.num_lost_steps >= self.settings.max_attempts:
+            # Not at once: its new place has been decided already, and is heard of next.
+            self._loop.call_soon(self._give_up, request)
+
+    def _give_up(self, request: LiveRequest) -> None:
+        lost = PoolFailed(f"the request was lost {request.num_lost_steps} times, each time with its worker")
+        request.generation.end(lost)
+        self._cancel(request, "failed")
 
     # Ranks
 

@@ -40,6 +40,8 @@ class LiveRequest:
     is_over: bool = False
     """Nobody waits for it any more: answered, failed or cancelled."""
     num_attempts: int = 1
+    num_lost_steps: int = 0
+    """Prefill steps with it that ended with their worker."""
     worker_id: int = -1
     """Where it was placed last."""
     degree: int = 0

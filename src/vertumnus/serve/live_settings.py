@@ -13,7 +13,7 @@ class LiveSettings:
     max_queued_requests: requests without a first token yet; more are refused.
     max_wait_s: predicted seconds until a new request's turn above which it is refused; None: no such bound.
     max_decode_sequences: at a time per decode rank.
-    max_attempts: how often a request may lose its KV before it is given up.
+    max_attempts: how often a request may lose its KV, or the step that it is in, before it is given up.
     slot_wait_s: how long a step waits for a slot that a copy still reads or writes.
     group_wait_s: how long a step or a switch waits for a group that is being formed anew.
     """

@@ -49,7 +49,7 @@ class PoolLog(Telemetry):
             "restarted",
             request_id=request.generation.request.request_id,
             reason=reason,
-            attempt=request.num_attempts + 1,
+            attempt=request.num_attempts + request.num_lost_steps + 1,
         )
 
     def window_ended(self, now_s: float, window: Window, proposal: Proposal | None) -> None:
@@ -67,6 +67,9 @@ class PoolLog(Telemetry):
 
     def controller_paused(self, now_s: float, is_paused: bool) -> None:
         _write(logging.INFO, "controller_paused" if is_paused else "controller_resumed")
+
+    def pool_drained(self, now_s: float, is_draining: bool) -> None:
+        _write(logging.INFO, "pool_drained" if is_draining else "pool_resumed")
 
     def switch_started(self, now_s: float, action: ActivateGroups) -> None:
         groups = [list(group.ranks) for group in action.groups]

@@ -56,7 +56,16 @@ ENDED = _counter(
     "outcome",
 )
 REFUSED = _counter("requests_refused", "Requests that no room was found for, most of them before acceptance", "kind")
-RESTARTED = _counter("requests_restarted", "Times that a request's KV was lost or given up and is computed again")
+HTTP_ERRORS = _counter(
+    "http_errors",
+    "HTTP requests that got an error, from the front end or from the pool, or whose client left before the end (499)",
+    "status",
+    "code",
+)
+RESTARTED = _counter(
+    "requests_restarted",
+    "Times that a request's KV, or the step that it was in, was lost or given up and is computed again",
+)
 PLACED = _counter("placements", "Placements; redirected ones are any but a request's first", "redirected")
 OPEN = _gauge("requests_open", "Accepted requests that have not ended")
 UNANSWERED = _gauge("requests_unanswered", "Accepted requests without a first token")
@@ -148,6 +157,7 @@ SWITCH = _histogram("transition_switch_seconds", "From there to the new workers 
 ACTIVATIONS = _counter("activations", "Times that ranks were told to take up new groups", "result")
 RANKS_LOST = _counter("ranks_lost", "Times that a rank's process was lost", "rank")
 RANKS_BACK = _counter("ranks_back", "Times that a rank came back", "rank")
+DRAINING = _gauge("draining", "1 while an operator has the pool take nothing new")
 POOL_FAILED = _gauge("pool_failed", "1 once nothing can be served any more")
 
 # Controller, as of the last observation window that has ended

@@ -228,6 +228,10 @@ class Metrics(Telemetry, Collector):
     def rank_back(self, now_s: float, rank: int) -> None:
         self.counts[families.RANKS_BACK, str(rank)] += 1
 
+    def http_error(self, status: int, code: str) -> None:
+        """A request over HTTP got this error, from the front end or from the pool."""
+        self.counts[families.HTTP_ERRORS, str(status), code] += 1
+
     def loop_lagged(self, lag_s: float) -> None:
         """How late a look at the event loop's clock came."""
         self.distribution(families.LAG).observe(lag_s)

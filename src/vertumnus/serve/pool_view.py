@@ -75,6 +75,7 @@ class PoolView:
             "target": None if plane.target is None else str(plane.target),
             "epoch": plane.epoch,
             "is_ready": pool.is_ready,
+            "is_draining": pool.is_draining,
             "failure": None if pool.failure is None else str(pool.failure),
             "num_open": pool.num_open,
             "num_unanswered": pool.num_unanswered,
@@ -124,6 +125,7 @@ class PoolView:
             yield families.CORRECTION, (str(degree),), factor
         yield families.EPOCH, (), plane.epoch
         yield families.POOL_FAILED, (), float(pool.failure is not None)
+        yield families.DRAINING, (), float(pool.is_draining)
         yield families.PAUSED, (), float(plane.is_controller_paused)
         if (window := plane.last_window) is not None:
             yield families.DEMAND, (), window.demand_s_per_s

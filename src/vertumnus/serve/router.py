@@ -10,6 +10,8 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import uvloop
@@ -35,6 +37,7 @@ from vertumnus.engine.pool import RankPool
 from vertumnus.errors import ConfigError, VertumnusError
 from vertumnus.serve.calibration import Calibration, calibrate
 from vertumnus.serve.dashboard import FOLDER as DASHBOARD
+from vertumnus.serve.descriptors import connections_that_fit
 from vertumnus.serve.garbage import collect_rarely
 from vertumnus.serve.http import HttpConfig, Tokeniser, create_app, serve_http, stop_on_signals
 from vertumnus.serve.live_backend import LiveBackend, Watch
@@ -166,16 +169,18 @@ class Router:
             caches=caches,
         )
         await pool.start()
-        self._repeat_orders(pool)
+        await self._repeat_orders(pool)
         return pool
 
-    def _repeat_orders(self, pool: LivePool) -> None:
+    async def _repeat_orders(self, pool: LivePool) -> None:
         """What an operator has asked an earlier router for still holds."""
         orders = Orders(**(self._spec.orders or {}))
         if orders.composition is not None:
             pool.set_composition(Composition.parse(orders.composition))
         elif orders.is_paused:
             pool.pause_controller(True)
+        if orders.is_draining:
+            await pool.drain(0.0)
 
     async def _restore(self, ranks: RankPool, caches: WorkerCaches) -> None:
         """What the prefill ranks hold, by what they say."""
@@ -250,12 +255,18 @@ class Router:
             stop_token_ids=frozenset(self._model.stop_token_ids),
             api_keys=config.api_keys,
             control_token=self._spec.control_token,
+            dashboard_cookie=self._dashboard_cookie(),
             dashboard_folder=DASHBOARD,
             has_public_metrics=config.public_metrics,
             max_body_bytes=None if config.max_body_mib is None else config.max_body_mib << 20,
-            max_connections=config.max_connections,
+            max_connections=connections_that_fit(config.max_connections, config.ranks + config.decode_ranks),
             drain_timeout_s=config.drain_timeout_s,
         )
+
+    def _dashboard_cookie(self) -> str:
+        """The same for every router in turn: who watches goes on watching when one dies."""
+        token = self._spec.control_token.encode()
+        return blake2b(token, key=self._spec.hash_key, digest_size=32, person=b"vertumnus-cookie").hexdigest()
 
 
 class _Orders(Telemetry):
@@ -266,11 +277,15 @@ class _Orders(Telemetry):
         self._report = report
 
     def composition_requested(self, now_s: float, composition: Composition) -> None:
-        self._pass_on(Orders(str(composition), is_paused=True))
+        self._pass_on(replace(self._orders, composition=str(composition), is_paused=True))
 
     def controller_paused(self, now_s: float, is_paused: bool) -> None:
         # Without the controller, the composition that was asked for last stays.
-        self._pass_on(Orders(self._orders.composition if is_paused else None, is_paused))
+        composition = self._orders.composition if is_paused else None
+        self._pass_on(replace(self._orders, composition=composition, is_paused=is_paused))
+
+    def pool_drained(self, now_s: float, is_draining: bool) -> None:
+        self._pass_on(replace(self._orders, is_draining=is_draining))
 
     def _pass_on(self, orders: Orders) -> None:
         if orders != self._orders:
@@ -293,6 +308,8 @@ def main() -> None:
     for fd in (spec.http_fd, spec.pool_fd, spec.report_fd):
         os.set_inheritable(fd, False)  # the ranks have no business with them
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    # It tells of its start and end, and of every client that talks nonsense: as many lines as a client likes.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     try:
         uvloop.run(Router(spec).run())
     except VertumnusError as error:

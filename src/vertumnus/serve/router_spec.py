@@ -58,10 +58,11 @@ class RouterReport:
 
 @dataclass(slots=True)
 class Orders:
-    """What an operator has asked for and has not taken back: a composition, the controller at rest."""
+    """What an operator has asked for and has not taken back: a composition, the controller at rest, nothing new."""
 
     composition: str | None = None
     is_paused: bool = False
+    is_draining: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """What the constructor takes."""

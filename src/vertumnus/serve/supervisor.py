@@ -79,7 +79,7 @@ class Supervisor:
                 is_first=True,
             )
             stack.enter_context(_signals(self._stop))
-            while True:
+            while not self._is_stopping:
                 is_ended, spec = self._run_router(spec)
                 if is_ended:
                     return
@@ -103,6 +103,8 @@ class Supervisor:
             os.close(report_fd)
         with open(said, "rb", buffering=0) as pipe, router:
             assert router.stdin is not None
+            if self._is_stopping:  # since before it was known whom to tell
+                router.send_signal(signal.SIGTERM)
             try:
                 with contextlib.suppress(BrokenPipeError):
                     router.stdin.write(replace(spec, report_fd=report_fd).to_line())

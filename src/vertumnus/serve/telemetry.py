@@ -52,7 +52,7 @@ class Telemetry:
         """`stop`, `length`, `cancelled`, `deadline`, `refused` or `failed`."""
 
     def request_restarted(self, now_s: float, request: LiveRequest, reason: str) -> None:
-        """Its KV was lost or given up; it is computed again."""
+        """Its KV, or the step that it was in, was lost or given up; it is computed again."""
 
     def copy_started(self, now_s: float, action: CopyBlocks) -> None:
         """A copy between workers was decided."""
@@ -83,6 +83,9 @@ class Telemetry:
 
     def controller_paused(self, now_s: float, is_paused: bool) -> None:
         """By an operator, or let go on."""
+
+    def pool_drained(self, now_s: float, is_draining: bool) -> None:
+        """It takes nothing new, by an operator, or takes requests again."""
 
     def switch_started(self, now_s: float, action: ActivateGroups) -> None:
         """Ranks are to take up new groups."""

@@ -66,6 +66,7 @@ class FakeBackend:
         self.cancelled = []
         self.is_ready = True
         self.calls = []
+        self.http_errors = []
 
     def submit(self, request):
         generation = Generation(request, lambda: self.cancelled.append(request.request_id))
@@ -76,6 +77,9 @@ class FakeBackend:
     @property
     def requests(self):
         return [generation.request for generation in self.generations]
+
+    def http_error(self, status, code):
+        self.http_errors.append((status, code))
 
     def describe(self):
         return {"composition": "1x1", "workers": []}

@@ -140,3 +140,21 @@ def test_dashboard_s_files(server):
     assert server.request("GET", "/dashboard/pool.js")[0] == 200
     for name in ("secret.txt", "none.js", "..", ".js", "%00.js", "a%2f..%2fpool.js"):
         assert server.request("GET", f"/dashboard/{name}")[0] == 404, name
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/health", {}, 200),
+        ("/ready", {}, 200),
+        ("/v1/models", bearer("key-of-anna"), 200),
+        ("/v1/models", {}, 401),
+        ("/metrics", bearer(TOKEN), 200),
+        ("/metrics", {}, 401),
+        ("/admin/events", bearer(TOKEN), 405),
+    ],
+)
+def test_monitors_may_ask_by_head(server, path, headers, status):
+    found, told, body = server.request("HEAD", path, headers=headers)
+    assert (found, body) == (status, b"")
+    assert int(told["content-length"]) > 0

@@ -119,6 +119,13 @@ def test_fields_reach_the_pool(client, server):
     assert request.num_top_logprobs == 2
 
 
+@pytest.mark.parametrize("top_k", [49152, 49153, 1 << 64, 10**400])
+def test_any_top_k_is_one_that_ranks_can_be_told(client, server, top_k):
+    """Beyond 64 bits, the step that carries it could not be sent, and its ranks would be taken for broken."""
+    client.completions.create(model=MODEL, prompt="x", max_tokens=1, extra_body={"top_k": top_k})
+    assert server.backend.requests[0].sampling.top_k == 49152
+
+
 def test_absent_fields_mean_what_openai_says(client, server):
     client.completions.create(model=MODEL, prompt=[1])
     client.completions.create(model=MODEL, prompt=[1], extra_body={"ignore_eos": True})

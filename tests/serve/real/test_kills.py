@@ -1,6 +1,7 @@
 """Ranks and routers that die at any moment, under load, by kill -9."""
 
 import asyncio
+import http.client
 import random
 import time
 
@@ -8,7 +9,7 @@ import pytest
 from tests.engine.pools import is_alive
 from tests.serve.real.clients import Load, load, more_answers, questions
 from tests.serve.real.idle import until_idle
-from tests.serve.real.live_server import LiveServer, kill, run, until
+from tests.serve.real.live_server import CONTROL_TOKEN, WAIT_S, LiveServer, kill, run, until
 from tests.serve.real.test_switches_under_load import COMPOSITIONS
 
 PREFILL_RANKS = range(4)
@@ -93,6 +94,27 @@ def test_thirty_kills_of_anything(server, seed):
     tell(recoveries)
 
 
+def test_who_watches_the_dashboard_goes_on_watching_when_the_router_dies(server):
+    host, port = server.url.removeprefix("http://").split(":")
+
+    def get(path: str, **headers: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+        try:
+            connection.request("GET", path, headers=headers)
+            response = connection.getresponse()
+            response.read()
+            return response
+        finally:
+            connection.close()
+
+    login = get(f"/dashboard?token={CONTROL_TOKEN}").getheader("set-cookie")
+    assert login is not None
+    cookie = login.partition(";")[0]
+    kill_now(server, [None])
+    assert get("/admin/decisions", cookie=cookie).status == 200
+    assert get("/admin/decisions", cookie=cookie + "0").status == 401
+
+
 def test_what_an_operator_ordered_outlives_the_router(server):
     server.compose("1x4")
     server.until(lambda state: state["composition"] == "1x4", "it is 1x4")
@@ -102,6 +124,12 @@ def test_what_an_operator_ordered_outlives_the_router(server):
     assert server.call("/admin/pause-controller", {"paused": False})[0] == 200
     kill_now(server, [None])
     assert not server.state()["controller"]["is_paused"]
+    assert server.call("/admin/drain", {})[0] == 200
+    kill_now(server, [None])
+    assert server.call("/ready")[0] == 503, "it is still drained"
+    assert server.call("/admin/resume", {})[0] == 200
+    kill_now(server, [None])
+    assert server.call("/ready")[0] == 200
     assert server.call("/admin/pause-controller", {"paused": True})[0] == 200
     kill_now(server, [None])
     assert server.state()["controller"]["is_paused"]

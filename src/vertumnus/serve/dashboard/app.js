@@ -54,8 +54,9 @@ function showState(state) {
   setText(byId("open"), grouped(state.num_open));
   setText(byId("waiting"), `${grouped(state.num_unanswered)} without a first token`);
   const alarm = byId("alarm");
-  alarm.hidden = !state.failure;
-  setText(alarm, state.failure ? `The pool has failed: ${state.failure}` : "");
+  alarm.hidden = !state.failure && !state.is_draining;
+  const drained = state.is_draining ? "The pool is drained: it takes nothing new until it is told to resume" : "";
+  setText(alarm, state.failure ? `The pool has failed: ${state.failure}` : drained);
   showRanks(state);
   showDecodeRanks(state.decode_ranks);
   showCharts(state);

@@ -41,8 +41,8 @@ class Access:
         }
         token = config.control_token
         self._control_digest = None if token is None else self._digest(token.encode())
-        self.cookie = secrets.token_urlsafe(32)
-        """What a browser holds instead of the control token, good until this process ends."""
+        self.cookie = config.dashboard_cookie or secrets.token_urlsafe(32)
+        """What a browser holds instead of the control token."""
 
     def tenant(self, exchange: Exchange) -> Tenant:
         """ApiError 401 without a valid key, where keys are asked for."""

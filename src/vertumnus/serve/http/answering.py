@@ -22,6 +22,9 @@ __all__ = ["Answering"]
 
 LOG = logging.getLogger(__name__)
 
+CLIENT_GONE_STATUS = 499
+"""What servers call it among themselves; nobody is left to be sent it."""
+
 
 class Answering:
     """Of /v1/completions and /v1/chat/completions. Knows the requests that are being answered."""
@@ -68,11 +71,12 @@ class Answering:
                 _release(generation, ClientGone())
         except ClientGone:
             error = "client_gone"
+            self._backend.http_error(CLIENT_GONE_STATUS, error)
         except (ApiError, VertumnusError) as problem:
-            error = await answer.fail(problem if isinstance(problem, ApiError) else seen_by_client(problem))
+            error = await self._fail(answer, problem if isinstance(problem, ApiError) else seen_by_client(problem))
         except Exception:
             LOG.exception("request %s failed", exchange.request_id)
-            error = await answer.fail(internal_error())
+            error = await self._fail(answer, internal_error())
         finally:
             self.num_active -= 1
             log_request(
@@ -84,6 +88,11 @@ class Answering:
                 finish_reason=answer.finish_reason,
                 error_code=error,
             )
+
+    async def _fail(self, answer: "_Answer", error: ApiError) -> str:
+        self._backend.http_error(error.status, error.shown_code)
+        await answer.fail(error)
+        return error.shown_code
 
     async def _read(self, exchange: Exchange, tenant: Tenant, *, is_chat: bool) -> Job:
         try:
@@ -128,13 +137,12 @@ class _Answer:
             if watch is not None:
                 watch.cancel()
 
-    async def fail(self, error: ApiError) -> str:
-        """Tells the client, in whichever way is still open; returns the error's code."""
+    async def fail(self, error: ApiError) -> None:
+        """Tells the client, in whichever way is still open."""
         if self._exchange.status is None:
             await self._exchange.refuse(error)
         else:
             await self._exchange.send_events(error_event(error), is_last=True)
-        return error.code or error.type
 
     async def _whole(self, job: Job, generation: Generation, transcript: Transcript, form: WireFormat) -> None:
         pieces: list[str] = []

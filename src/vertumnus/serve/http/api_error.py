@@ -36,6 +36,11 @@ class ApiError(Exception):
     code: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def shown_code(self) -> str:
+        """What logs and metrics call it."""
+        return self.code or self.type
+
     def to_json(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return to_json({"error": error})

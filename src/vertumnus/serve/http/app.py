@@ -29,6 +29,9 @@ LOG = logging.getLogger(__name__)
 
 MAX_ADMIN_BODY_BYTES = 1 << 16
 
+PROBED = frozenset({"/health", "/ready", "/metrics", "/v1/models"})
+"""What load balancers and monitors also ask for by HEAD."""
+
 
 def create_app(backend: Backend, tokeniser: Tokeniser, config: HttpConfig) -> "HttpApp":
     """The front end of a pool, to be run by `serve_http` or any ASGI server."""
@@ -44,6 +47,8 @@ class HttpApp:
         self.answering = Answering(backend, tokeniser, self._access, config)
         self.is_over = asyncio.Event()
         """Set when streams that have no end of their own are to end."""
+        self.note_error = backend.http_error
+        """Of what is refused before it is a request."""
         self.connections: Collection[Any] = ()
         """Those that are open, of the server that runs this."""
         self._posts: dict[str, Callable[[Exchange], Awaitable[None]]] = {
@@ -66,12 +71,16 @@ class HttpApp:
         except ClientGone:
             pass
         except (ApiError, VertumnusError) as error:
-            await exchange.refuse(error if isinstance(error, ApiError) else seen_by_client(error))
+            await self._refuse(exchange, error if isinstance(error, ApiError) else seen_by_client(error))
         except Exception:
             LOG.exception("request %s failed", exchange.request_id)
             if exchange.status is not None:
                 raise  # the server breaks the connection: nothing else tells the client that the answer is cut
-            await exchange.refuse(internal_error())
+            await self._refuse(exchange, internal_error())
+
+    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
+        self.note_error(error.status, error.shown_code)
+        await exchange.refuse(error)
 
     async def _answer_other(self, exchange: Exchange, send: Send) -> None:
         path = exchange.path
@@ -93,7 +102,10 @@ class HttpApp:
             await send(message)
 
         exchange.scope["vertumnus"] = exchange
-        await self.api(exchange.scope, receive, send_with_id)
+        scope = exchange.scope
+        if exchange.method == "HEAD" and path in PROBED:
+            scope = {**scope, "method": "GET"}  # whoever sends the answer knows that it goes without its body
+        await self.api(scope, receive, send_with_id)
 
 
 def _api(backend: Backend, answering: Answering, access: Access, config: HttpConfig, is_over: asyncio.Event) -> FastAPI:
@@ -117,7 +129,7 @@ def _api(backend: Backend, answering: Answering, access: Access, config: HttpCon
     async def ready() -> Response:
         if answering.is_draining:
             return _json({"status": "draining"}, 503)
-        return _json({"status": "ok"}) if backend.is_ready else _json({"status": "starting"}, 503)
+        return _json({"status": "ok"}) if backend.is_ready else _json({"status": "not ready"}, 503)
 
     @api.get("/metrics", tags=["operator"], summary="In Prometheus' text format", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -145,6 +157,7 @@ def _api(backend: Backend, answering: Answering, access: Access, config: HttpCon
 
     @api.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
+        backend.http_error(error.status, error.shown_code)
         return Response(error.to_json(), error.status, dict(error.headers), media_type="application/json")
 
     @api.exception_handler(VertumnusError)

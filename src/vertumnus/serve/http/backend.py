@@ -22,6 +22,9 @@ class Backend(Protocol):
     def submit(self, request: GenerationRequest) -> Generation:
         """Raises a ServeError where the request cannot be taken; nothing is reserved then."""
 
+    def http_error(self, status: int, code: str) -> None:
+        """A request over HTTP has got this error, whoever found it, or its client has left it (499, `client_gone`)."""
+
     def describe(self) -> Facts:
         """Composition, workers, queues, index and controller, for `GET /admin/state`."""
 

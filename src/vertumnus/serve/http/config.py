@@ -30,6 +30,8 @@ class HttpConfig:
     """For /admin; None closes it to all."""
     has_public_metrics: bool = True
     """False: /metrics needs the control token too."""
+    dashboard_cookie: str | None = None
+    """Secret: what a browser holds instead of the control token; None: made up, and good for this process only."""
     dashboard_folder: Path | None = None
     """Its files are served under /dashboard, index.html first; None: there is no dashboard."""
 

@@ -1,6 +1,7 @@
 """Connections that take too long: heads and bodies that do not come, answers that are not read."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
@@ -20,6 +21,8 @@ class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's, which waits for ever for a request that has begun, with bounds. `sweep` looks at the clock."""
 
     limits: HttpConfig
+    note_error: Callable[[int, str], None]
+    """Told of the status and code of every refusal here."""
 
     def __init__(
         self,
@@ -109,14 +112,16 @@ class GuardedProtocol(HttpToolsProtocol):
         return cycle is None or cycle.response_complete
 
     def _refuse(self, status: int, phrase: bytes, error: ApiError) -> None:
+        self.note_error(error.status, error.shown_code)
         body = error.to_json()
         head = b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (status, phrase, len(body)) + body)
         self.transport.close()
 
 
-def guarded_by(config: HttpConfig) -> type[GuardedProtocol]:
-    return type("LimitedProtocol", (GuardedProtocol,), {"limits": config})
+def guarded_by(config: HttpConfig, note_error: Callable[[int, str], None]) -> type[GuardedProtocol]:
+    parts = {"limits": config, "note_error": staticmethod(note_error)}
+    return type("LimitedProtocol", (GuardedProtocol,), parts)
 
 
 async def sweep(state: ServerState, interval_s: float) -> None:

@@ -180,7 +180,7 @@ class JobReader:
                 request_id=exchange.request_id,
                 token_ids=token_ids,
                 max_tokens=self._answer_tokens(len(token_ids), max_tokens, is_chat),
-                sampling=_sampling(asked),
+                sampling=_sampling(asked, config.vocab_size),
                 stop_token_ids=stop_token_ids,
                 num_top_logprobs=num_logprobs,
                 tenant=tenant,
@@ -235,7 +235,7 @@ def _allowed(values: Sequence[Any]) -> str:
     return f"; it can only be {' or '.join(map(repr, values))}" if values else ""
 
 
-def _sampling(asked: CompletionRequest | ChatRequest) -> Sampling:
+def _sampling(asked: CompletionRequest | ChatRequest, vocab_size: int) -> Sampling:
     temperature = 1.0 if asked.temperature is None else asked.temperature
     if temperature < MIN_TEMPERATURE:
         return Sampling()
@@ -243,7 +243,8 @@ def _sampling(asked: CompletionRequest | ChatRequest) -> Sampling:
     seed = random.getrandbits(63) if asked.seed is None else asked.seed & ((1 << 63) - 1)
     return Sampling(
         temperature=temperature,
-        top_k=asked.top_k if asked.top_k is not None and asked.top_k > 0 else None,
+        # As much as there is, however large: a number beyond 64 bits could not be sent to the ranks.
+        top_k=min(asked.top_k, vocab_size) if asked.top_k is not None and asked.top_k > 0 else None,
         top_p=1.0 if asked.top_p is None else asked.top_p,
         seed=seed,
     )

@@ -39,7 +39,7 @@ async def serve_http(
     server = _Server(
         uvicorn.Config(
             app,
-            http=guarded_by(config),
+            http=guarded_by(config, app.note_error),
             ws="none",
             lifespan="off",
             log_config=None,
