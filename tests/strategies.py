@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from tests.builders import BLOCK_TOKENS, play, request, simulated_pool
 
+from vertumnus.core.awaited import WaitSettings
 from vertumnus.core.composition import compositions
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window
 from vertumnus.core.index import ReplicationSettings
@@ -72,6 +73,7 @@ class Scenario:
     is_replicating: bool
     pull: PullSettings | None
     moves: MoveSettings | None
+    waits: WaitSettings | None
 
     def pool(self, seed: int = 0) -> SimulatedPool:
         """A fresh pool for this scenario."""
@@ -91,6 +93,7 @@ class Scenario:
             scan_interval_s=0.7,
             pull=self.pull,
             moves=self.moves,
+            waits=self.waits,
             seed=seed,
         )
 
@@ -139,4 +142,5 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         is_replicating=draw(st.booleans()),
         pull=draw(st.sampled_from([None, *PULLS])),
         moves=draw(st.sampled_from([None, MoveSettings(min_gain_s=0.0), MoveSettings(gpu_price=0.0)])),
+        waits=draw(st.sampled_from([None, WaitSettings()])),
     )

@@ -88,14 +88,14 @@ class _Waiting:
 
 
 def _most_to_save(table: WorkerTable, now_s: float, max_tried: int) -> list[_Waiting]:
-    """The requests whose leaving would save most, most first; those that await copies stay."""
+    """The requests whose leaving would save most, most first; those that await copies or another request stay."""
     found: list[_Waiting] = []
     for row in sorted(table.queued_rows):
         worker = table.active[row]
         ahead_s = max(worker.running_end_s - now_s, 0.0) + worker.later_s if worker.running else 0.0
         items = worker.queue.items()
         for position, item in enumerate(items):
-            if not item.started and not item.num_copies_awaited:
+            if not (item.started or item.num_copies_awaited or item.is_held):
                 num_behind = len(items) - position - 1
                 found.append(_Waiting(worker, item, ahead_s + item.service_s * (1 + num_behind)))
             ahead_s += item.service_s

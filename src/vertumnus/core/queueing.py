@@ -39,6 +39,8 @@ class QueuedRequest:
     is_access_recorded: bool = False
     num_copies_awaited: int = 0
     """Block copies on their way for this request; it is not served before they end."""
+    is_held: bool = False
+    """Whether it waits for a prefix that another request is to compute; others pass meanwhile."""
 
 
 class WorkerQueue:
@@ -72,14 +74,14 @@ class WorkerQueue:
         self._insert(bisect(self._keys, key), key, item)
 
     def pop_ready(self, has_room: Callable[[PrefillRequest], bool] | None = None) -> QueuedRequest | None:
-        """Takes the first request that awaits no copy; None if there is none.
+        """Takes the first request that awaits no copy and no other request; None if there is none.
 
         Where `has_room` says that one cannot begin yet, none behind it does either, so that it is not starved; those
         that have begun go on.
         """
         may_begin = True
         for position, item in enumerate(self._items):
-            if item.num_copies_awaited:
+            if item.num_copies_awaited or item.is_held:
                 continue
             if not item.started and has_room is not None:
                 may_begin = may_begin and has_room(item.request)
