@@ -20,6 +20,7 @@ from vertumnus.core.events import (
     RequestPlaced,
     StartStep,
     StepFinished,
+    StepStarted,
 )
 from vertumnus.core.placement import PlacementPolicy, PlacementView
 from vertumnus.core.policies import make_policy
@@ -54,11 +55,16 @@ def request(
     arrival_s: float = 0.0,
     input_tokens: int = 100,
     prompt: object = None,
+    num_shared: int | None = None,
     priority: int = 0,
 ) -> PrefillRequest:
-    """A request whose full blocks follow from `prompt` (default: the id); different prompts share none."""
-    label = ("request", request_id) if prompt is None else prompt
-    blocks = chain(*[(label, position) for position in range(input_tokens // BLOCK_TOKENS)])
+    """A request whose full blocks follow from `prompt` (default: the id); different prompts share none. After the first
+    `num_shared`, if given, its blocks are its own."""
+    own = ("request", request_id)
+    label = own if prompt is None else prompt
+    num_blocks = input_tokens // BLOCK_TOKENS
+    end = num_blocks if num_shared is None else num_shared
+    blocks = chain(*[(label if position < end else own, position) for position in range(num_blocks)])
     return PrefillRequest(request_id, arrival_s, input_tokens, blocks, priority)
 
 
@@ -156,6 +162,8 @@ class ObservedControlPlane(ControlPlane):
         self.placements: dict[int, list[RequestPlaced]] = {}
         self.opened: dict[int, OpenWorker] = {}
         self.steps: list[StartStep] = []
+        self.num_computed_tokens = 0
+        """Of all steps that began, with the prefixes that were really there."""
         self._first_epoch = self.epoch
         self._rank_epoch: dict[int, int] = {}
         self._step_of_worker: dict[int, StartStep] = {}
@@ -171,6 +179,11 @@ class ObservedControlPlane(ControlPlane):
         self.last_event_s = now_s
         if isinstance(event, StepFinished):
             del self._step_of_worker[event.worker_id]
+        elif isinstance(event, StepStarted):
+            items = self._step_of_worker[event.worker_id].items
+            self.num_computed_tokens += sum(
+                max(item.end_tokens - reused, 0) for item, reused in zip(items, event.reused_tokens, strict=True)
+            )
         actions = super().handle(event, now_s)
         self._observe(actions)
         for worker in self.workers.all():

@@ -20,18 +20,26 @@ from vertumnus.sim.pool import Failure, SimulatedPool
 
 @st.composite
 def request_lists(draw: st.DrawFn, max_size: int = 14) -> list[PrefillRequest]:
-    """Requests in order of arrival, often at one instant, of few prompts cut anywhere: many common prefixes."""
+    """Requests in order of arrival, often at one instant, of few prompts cut anywhere, many of which go their own ways
+    from some block on: many common prefixes."""
     drawn = draw(
         st.lists(
-            st.tuples(st.sampled_from([0.0, 0.0, 0.3, 1.7]), st.integers(0, 2), st.integers(1, 12 * BLOCK_TOKENS)),
+            st.tuples(
+                st.sampled_from([0.0, 0.0, 0.3, 1.7]),
+                st.integers(0, 2),
+                st.integers(1, 12 * BLOCK_TOKENS),
+                st.one_of(st.none(), st.integers(0, 12)),
+            ),
             min_size=1,
             max_size=max_size,
         )
     )
     requests, now_s = [], 0.0
-    for request_id, (gap_s, prompt, input_tokens) in enumerate(drawn):
+    for request_id, (gap_s, prompt, input_tokens, num_shared) in enumerate(drawn):
         now_s += gap_s
-        requests.append(request(request_id, arrival_s=now_s, input_tokens=input_tokens, prompt=prompt))
+        requests.append(
+            request(request_id, arrival_s=now_s, input_tokens=input_tokens, prompt=prompt, num_shared=num_shared)
+        )
     return requests
 
 

@@ -27,18 +27,11 @@ Waits = Callable[[PrefillRequest, FloatArray, FloatArray, FloatArray], tuple[Flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitSettings:
-    """When to wait for a prefix that is being computed.
+    """max_tried: requests with the same beginning that one placement looks at."""
 
-    min_saved_s: seconds of service that it must save. max_tried: requests with the same beginning that one placement
-    looks at.
-    """
-
-    min_saved_s: float = 0.0
     max_tried: int = 16
 
     def __post_init__(self) -> None:
-        if not self.min_saved_s >= 0:
-            raise ConfigError(f"min_saved_s is {self.min_saved_s}; accepted: 0 or more")
         if self.max_tried < 1:
             raise ConfigError(f"max_tried is {self.max_tried}; accepted: 1 or more")
 
@@ -56,7 +49,11 @@ class _Producer:
     awaits: "_Producer | None" = None
     num_awaited: int = 0
     """Blocks that it counts on."""
-    waiters: list["_Producer"] = field(default_factory=list)
+    waiters: dict[int, "_Producer"] = field(default_factory=dict)
+
+    @property
+    def request_id(self) -> int:
+        return self.item.request.request_id
 
     @property
     def key(self) -> bytes | None:
@@ -116,7 +113,7 @@ class AwaitedPrefixes:
         service = self._service_s(table.costs, suffix, prefix)
         row = producer.worker.row
         assert row is not None
-        is_better = service + self._settings.min_saved_s < view.service_s
+        is_better = service < view.service_s
         ready_s = np.full(len(prefix), max(0.0, self._ready_s(producer, num_blocks, view.now_s) - view.now_s))
         if self._pull is None:
             is_better &= view.worker_ids == producer.worker.worker_id
@@ -130,7 +127,7 @@ class AwaitedPrefixes:
         remaining = np.maximum(table.running_end_s - view.now_s, 0.0)
         wait, delay = self._waits(request, service, remaining, view.outstanding_s)
         return view.with_waits(
-            producer.item.request.request_id,
+            producer.request_id,
             reusable_tokens=np.where(is_better, prefix, view.reusable_tokens),
             service_s=np.where(is_better, service, view.service_s),
             wait_s=np.where(is_better, np.maximum(wait, ready_s), view.wait_s),
@@ -192,15 +189,15 @@ class AwaitedPrefixes:
             entry.awaits = self._by_id[view.awaited_request_id]
             entry.num_awaited = int(view.awaited_tokens[row]) // self._block_tokens
             entry.ready_s = view.now_s + float(view.wait_s[row])
-            entry.awaits.waiters.append(entry)
+            entry.awaits.waiters[entry.request_id] = entry
             item.is_held = True
-        self._by_id[item.request.request_id] = entry
+        self._by_id[entry.request_id] = entry
         self._register(entry)
 
     def computed(self, request_id: int, num_blocks: int) -> list[tuple[QueuedRequest, Worker]]:
         """The first blocks of a request are there; returns who waited for no more, held no longer."""
         producer = self._by_id[request_id]
-        released = [waiter for waiter in producer.waiters if waiter.num_awaited <= num_blocks]
+        released = [waiter for waiter in producer.waiters.values() if waiter.num_awaited <= num_blocks]
         for waiter in released:
             self._release(waiter)
             waiter.item.is_held = False
@@ -229,14 +226,14 @@ class AwaitedPrefixes:
         return entry is not None and entry.item is item
 
     def _stranded(self, entry: _Producer) -> list[QueuedRequest]:
-        waiters, entry.waiters = entry.waiters, []
-        for waiter in waiters:
+        waiters, entry.waiters = entry.waiters, {}
+        for waiter in waiters.values():
             waiter.awaits = None
-        return [waiter.item for waiter in waiters]
+        return [waiter.item for waiter in waiters.values()]
 
     def _release(self, waiter: _Producer) -> None:
         assert waiter.awaits is not None
-        waiter.awaits.waiters = [each for each in waiter.awaits.waiters if each is not waiter]
+        del waiter.awaits.waiters[waiter.request_id]
         waiter.awaits = None
 
     def _known(self, entry: _Producer, num_blocks: int) -> None:
@@ -247,12 +244,12 @@ class AwaitedPrefixes:
 
     def _register(self, entry: _Producer) -> None:
         if (key := entry.key) is not None:
-            self._by_block.setdefault(key, {})[entry.item.request.request_id] = entry
+            self._by_block.setdefault(key, {})[entry.request_id] = entry
 
     def _unregister(self, entry: _Producer) -> None:
         if (key := entry.key) is not None:
             alike = self._by_block[key]
-            del alike[entry.item.request.request_id]
+            del alike[entry.request_id]
             if not alike:
                 del self._by_block[key]
 
@@ -260,16 +257,16 @@ class AwaitedPrefixes:
         """Raises InvariantError where a wait has nobody to end it. For tests."""
         if {request_id: entry.worker.worker_id for request_id, entry in self._by_id.items()} != location:
             raise InvariantError("what will be computed differs from what is reserved")
-        for entry in self._by_id.values():
+        for request_id, entry in self._by_id.items():
             awaited = entry.awaits
             if entry.item.is_held is not (awaited is not None):
-                raise InvariantError(f"request {entry.item.request.request_id} is held for nobody")
-            if awaited is not None and (self._by_id.get(awaited.item.request.request_id) is not awaited):
-                raise InvariantError(f"request {entry.item.request.request_id} waits for one that is gone")
-            if any(waiter.awaits is not entry for waiter in entry.waiters) or (
-                awaited and entry not in awaited.waiters
-            ):
-                raise InvariantError(f"the waiters of request {entry.item.request.request_id} do not wait for it")
+                raise InvariantError(f"request {request_id} is held for nobody")
+            if awaited is not None and self._by_id.get(awaited.request_id) is not awaited:
+                raise InvariantError(f"request {request_id} waits for one that is gone")
+            if awaited is not None and awaited.waiters.get(request_id) is not entry:
+                raise InvariantError(f"request {request_id} will not be told")
+            if any(waiter.awaits is not entry for waiter in entry.waiters.values()):
+                raise InvariantError(f"request {request_id} will tell others than wait for it")
         registered = {id(entry) for alike in self._by_block.values() for entry in alike.values()}
         if registered != {id(entry) for entry in self._by_id.values() if entry.key is not None}:
             raise InvariantError("the first blocks that will be computed are out of step with the requests")

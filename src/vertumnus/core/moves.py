@@ -17,6 +17,9 @@ from vertumnus.core.workers import Worker, WorkerTable
 from vertumnus.errors import ConfigError
 
 
+_TIE_S = 1e-6  # neighbours of equal length save the same but for rounding: the one that goes first moves
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSettings:
     """When a move is worth it.
@@ -69,7 +72,7 @@ def best_move(
             continue
         match, view = seen
         gained_s = _gain_s(settings, waiting, idle, view)
-        if gained_s > best_s:
+        if gained_s > best_s + _TIE_S:
             cost = np.where(view.worker_ids == idle.worker_id, view.service_s, np.inf)
             placement = choose(view, cost, "a worker with nothing to do took it over")
             request, best_s = waiting.item.request, gained_s
@@ -99,7 +102,7 @@ def _most_to_save(table: WorkerTable, now_s: float, max_tried: int) -> list[_Wai
                 num_behind = len(items) - position - 1
                 found.append(_Waiting(worker, item, ahead_s + item.service_s * (1 + num_behind)))
             ahead_s += item.service_s
-    found.sort(key=lambda each: -each.saved_s)
+    found.sort(key=lambda each: -round(each.saved_s / _TIE_S))
     return found[:max_tried]
 
 

@@ -66,11 +66,12 @@ class PlacementView:
         """E_Cmin(R, P): what the smallest degree would take for each candidate's own R and P."""
         return self.smallest_costs.prefill_s(self.suffix_tokens, self.reusable_tokens)
 
-    def restricted(self, eligible: NDArray[np.bool_], times: int = 1) -> "PlacementView | None":
-        """The view with some of its candidates only, each `times` over; None if none is left. C_min is theirs."""
-        rows = np.tile(np.flatnonzero(eligible), times)
-        if rows.size == 0:
-            return None
+    def restricted(self, eligible: NDArray[np.bool_]) -> "PlacementView | None":
+        """The view with some of its candidates only; None if none is left. C_min is theirs."""
+        rows = np.flatnonzero(eligible)
+        return self._of(rows) if rows.size else None
+
+    def _of(self, rows: NDArray[np.intp]) -> "PlacementView":
         smallest = int(np.argmin(self.degrees[rows]))
         smallest_row = rows[smallest : smallest + 1]
         vectors = {
@@ -110,8 +111,7 @@ class PlacementView:
     ) -> "PlacementView":
         """The view with every candidate a second time, as it would be if the request waited there for another."""
         num_rows = len(self.worker_ids)
-        twice = self.restricted(np.ones(num_rows, dtype=np.bool_), times=2)
-        assert twice is not None
+        twice = self._of(np.tile(np.arange(num_rows), 2))
         twice.reusable_tokens[num_rows:] = reusable_tokens
         twice.suffix_tokens[num_rows:] = self.input_tokens - reusable_tokens
         twice.service_s[num_rows:] = service_s
