@@ -150,7 +150,8 @@ class ObservedControlPlane(ControlPlane):
     - a worker runs one step at a time, under the epoch that it was opened with, and only while that is the last epoch
       that its ranks were told (no step mixes two geometries);
     - chunks of a request follow each other without gap or overlap, and a request is in one step at a time;
-    - only the first placement of a request is not a redirection, and it waits at a worker that takes new requests.
+    - only the first placement of a request is not a redirection, and it waits at a worker that takes new requests;
+    - who waits for a prefix that another computes waits for one that is there, and starts once it has been computed.
     """
 
     is_thorough = True
@@ -168,6 +169,9 @@ class ObservedControlPlane(ControlPlane):
         self._rank_epoch: dict[int, int] = {}
         self._step_of_worker: dict[int, StartStep] = {}
         self._progress_tokens: dict[int, int] = {}
+        self._computed_tokens: dict[int, int] = {}
+        self._waits_for: dict[int, tuple[int, int]] = {}
+        """By request: the one that it waits for, and up to which token."""
 
     def start(self, now_s: float) -> list[Action]:
         actions = super().start(now_s)
@@ -178,7 +182,8 @@ class ObservedControlPlane(ControlPlane):
         assert now_s >= self.last_event_s, "the clock went back"
         self.last_event_s = now_s
         if isinstance(event, StepFinished):
-            del self._step_of_worker[event.worker_id]
+            for item in self._step_of_worker.pop(event.worker_id).items:
+                self._computed_tokens[item.request.request_id] = item.end_tokens
         elif isinstance(event, StepStarted):
             items = self._step_of_worker[event.worker_id].items
             self.num_computed_tokens += sum(
@@ -212,6 +217,13 @@ class ObservedControlPlane(ControlPlane):
                     assert is_redirected == bool(before), "only the first placement is no redirection"
                     before.append(action)
                     self._progress_tokens.pop(request_id, None)
+                    self._computed_tokens.pop(request_id, None)
+                    self._waits_for.pop(request_id, None)
+                    placement = action.placement
+                    if placement.awaited_request_id is not None and placement.awaited_tokens is not None:
+                        assert placement.awaited_request_id in self.placements
+                        num_tokens = int(placement.awaited_tokens[placement.row])
+                        self._waits_for[request_id] = placement.awaited_request_id, num_tokens
                 case StartStep(worker_id, epoch, items):
                     worker = self.opened[worker_id]
                     assert epoch == worker.epoch
@@ -224,6 +236,8 @@ class ObservedControlPlane(ControlPlane):
                         assert item.is_first or item.start_tokens == done_tokens, "chunks must follow each other"
                         assert item.start_tokens < item.end_tokens <= item.request.input_tokens
                         assert self.placements[request_id][-1].worker_id == worker_id
+                        awaited, num_tokens = self._waits_for.pop(request_id, (request_id, 0))
+                        assert self._computed_tokens.get(awaited, 0) >= num_tokens, "started too early"
                         self._progress_tokens[request_id] = item.end_tokens
                     self._step_of_worker[worker_id] = action
                     self.steps.append(action)

@@ -6,6 +6,7 @@ that copies it then. It is held in its queue until the blocks are there, or thei
 Nobody waits for a request that was placed later, so waits never form a ring.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -54,6 +55,10 @@ class _Producer:
     @property
     def request_id(self) -> int:
         return self.item.request.request_id
+
+    @property
+    def is_stranded(self) -> bool:
+        return self.item.is_held and self.awaits is None
 
     @property
     def key(self) -> bytes | None:
@@ -126,6 +131,11 @@ class AwaitedPrefixes:
             return view
         remaining = np.maximum(table.running_end_s - view.now_s, 0.0)
         wait, delay = self._waits(request, service, remaining, view.outstanding_s)
+        for queued_row in table.queued_rows:
+            # What is served before the prefix is there passes it.
+            after_s = float(ready_s[queued_row] - remaining[queued_row])
+            num_delayed = table.active[queued_row].queue.num_left(after_s)
+            delay[queued_row] = min(float(delay[queued_row]), num_delayed * float(service[queued_row]))
         return view.with_waits(
             producer.request_id,
             reusable_tokens=np.where(is_better, prefix, view.reusable_tokens),
@@ -143,7 +153,7 @@ class AwaitedPrefixes:
         for producer in islice(producers, self._settings.max_tried):
             other = producer.item.request
             # A worker that drains is gone before anything can be copied from it.
-            if producer.worker.row is None or other.request_id in self._cancelled:
+            if producer.worker.row is None or other.request_id in self._cancelled or producer.is_stranded:
                 continue
             if other.priority > request.priority and self._running_end_tokens(producer) is None:
                 continue  # it may be overtaken for ever
@@ -226,10 +236,17 @@ class AwaitedPrefixes:
         return entry is not None and entry.item is item
 
     def _stranded(self, entry: _Producer) -> list[QueuedRequest]:
-        waiters, entry.waiters = entry.waiters, {}
-        for waiter in waiters.values():
-            waiter.awaits = None
-        return [waiter.item for waiter in waiters.values()]
+        """Whoever waits for it, or for one of those: nobody may count on them before they are placed anew."""
+        stranded: list[QueuedRequest] = []
+        left = deque([entry])
+        while left:
+            waiters = left.popleft().waiters
+            left += waiters.values()
+            for waiter in waiters.values():
+                waiter.awaits = None
+                stranded.append(waiter.item)
+            waiters.clear()
+        return stranded
 
     def _release(self, waiter: _Producer) -> None:
         assert waiter.awaits is not None

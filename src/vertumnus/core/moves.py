@@ -16,7 +16,6 @@ from vertumnus.core.requests import PrefillRequest
 from vertumnus.core.workers import Worker, WorkerTable
 from vertumnus.errors import ConfigError
 
-
 _TIE_S = 1e-6  # neighbours of equal length save the same but for rounding: the one that goes first moves
 
 

@@ -18,6 +18,8 @@ from vertumnus.core.requests import PrefillRequest
 
 _PRIORITY_S = 1e9  # arrival order that one step of priority outweighs; leaves keys a resolution of 0.1 ms
 
+_ROUNDING_S = 1e-9
+
 
 class Discipline(Enum):
     """Order of service at a worker."""
@@ -124,9 +126,16 @@ class WorkerQueue:
             return self.service_s, 0
         if position == 0:
             return 0.0, len(self._items)
+        return self._cumulative()[position - 1], len(self._items) - position
+
+    def num_left(self, after_s: float) -> int:
+        """How many will not have been served after so many seconds of serving."""
+        return len(self._items) - bisect_right(self._cumulative(), after_s + _ROUNDING_S)
+
+    def _cumulative(self) -> list[float]:
         if self._cumulative_s is None:
             self._cumulative_s = list(accumulate(item.service_s for item in self._items))
-        return self._cumulative_s[position - 1], len(self._items) - position
+        return self._cumulative_s
 
     def serves_first(
         self, begun: PrefillRequest, remaining_s: float, request: PrefillRequest, service_s: float
