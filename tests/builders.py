@@ -169,7 +169,6 @@ class ObservedControlPlane(ControlPlane):
         self._rank_epoch: dict[int, int] = {}
         self._step_of_worker: dict[int, StartStep] = {}
         self._progress_tokens: dict[int, int] = {}
-        self._computed_tokens: dict[int, int] = {}
         self._waits_for: dict[int, tuple[int, int]] = {}
         """By request: the one that it waits for, and up to which token."""
 
@@ -183,7 +182,11 @@ class ObservedControlPlane(ControlPlane):
         self.last_event_s = now_s
         if isinstance(event, StepFinished):
             for item in self._step_of_worker.pop(event.worker_id).items:
-                self._computed_tokens[item.request.request_id] = item.end_tokens
+                self._waits_for = {
+                    waiter: (awaited, num_tokens)
+                    for waiter, (awaited, num_tokens) in self._waits_for.items()
+                    if awaited != item.request.request_id or num_tokens > item.end_tokens
+                }
         elif isinstance(event, StepStarted):
             items = self._step_of_worker[event.worker_id].items
             self.num_computed_tokens += sum(
@@ -217,7 +220,6 @@ class ObservedControlPlane(ControlPlane):
                     assert is_redirected == bool(before), "only the first placement is no redirection"
                     before.append(action)
                     self._progress_tokens.pop(request_id, None)
-                    self._computed_tokens.pop(request_id, None)
                     self._waits_for.pop(request_id, None)
                     placement = action.placement
                     if placement.awaited_request_id is not None and placement.awaited_tokens is not None:
@@ -236,8 +238,7 @@ class ObservedControlPlane(ControlPlane):
                         assert item.is_first or item.start_tokens == done_tokens, "chunks must follow each other"
                         assert item.start_tokens < item.end_tokens <= item.request.input_tokens
                         assert self.placements[request_id][-1].worker_id == worker_id
-                        awaited, num_tokens = self._waits_for.pop(request_id, (request_id, 0))
-                        assert self._computed_tokens.get(awaited, 0) >= num_tokens, "started too early"
+                        assert request_id not in self._waits_for, "started before what it waits for is there"
                         self._progress_tokens[request_id] = item.end_tokens
                     self._step_of_worker[worker_id] = action
                     self.steps.append(action)

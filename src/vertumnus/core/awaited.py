@@ -101,7 +101,7 @@ class AwaitedPrefixes:
         Unchanged where nothing is under way; a candidate that gains nothing by it is repeated as it is. The rows of
         `view` are those of the worker table.
         """
-        limit = (request.input_tokens - 1) // self._block_tokens
+        limit = min((request.input_tokens - 1) // self._block_tokens, len(request.blocks))
         num_known = match.num_blocks
         if num_known >= limit:
             return view
