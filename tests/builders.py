@@ -20,6 +20,7 @@ from vertumnus.core.events import (
     RequestPlaced,
     StartStep,
     StepFinished,
+    StepStarted,
 )
 from vertumnus.core.placement import PlacementPolicy, PlacementView
 from vertumnus.core.policies import make_policy
@@ -54,11 +55,16 @@ def request(
     arrival_s: float = 0.0,
     input_tokens: int = 100,
     prompt: object = None,
+    num_shared: int | None = None,
     priority: int = 0,
 ) -> PrefillRequest:
-    """A request whose full blocks follow from `prompt` (default: the id); different prompts share none."""
-    label = ("request", request_id) if prompt is None else prompt
-    blocks = chain(*[(label, position) for position in range(input_tokens // BLOCK_TOKENS)])
+    """A request whose full blocks follow from `prompt` (default: the id); different prompts share none. After the first
+    `num_shared`, if given, its blocks are its own."""
+    own = ("request", request_id)
+    label = own if prompt is None else prompt
+    num_blocks = input_tokens // BLOCK_TOKENS
+    end = num_blocks if num_shared is None else num_shared
+    blocks = chain(*[(label if position < end else own, position) for position in range(num_blocks)])
     return PrefillRequest(request_id, arrival_s, input_tokens, blocks, priority)
 
 
@@ -144,7 +150,8 @@ class ObservedControlPlane(ControlPlane):
     - a worker runs one step at a time, under the epoch that it was opened with, and only while that is the last epoch
       that its ranks were told (no step mixes two geometries);
     - chunks of a request follow each other without gap or overlap, and a request is in one step at a time;
-    - only the first placement of a request is not a redirection, and it waits at a worker that takes new requests.
+    - only the first placement of a request is not a redirection, and it waits at a worker that takes new requests;
+    - who waits for a prefix that another computes waits for one that is there, and starts once it has been computed.
     """
 
     is_thorough = True
@@ -156,10 +163,14 @@ class ObservedControlPlane(ControlPlane):
         self.placements: dict[int, list[RequestPlaced]] = {}
         self.opened: dict[int, OpenWorker] = {}
         self.steps: list[StartStep] = []
+        self.num_computed_tokens = 0
+        """Of all steps that began, with the prefixes that were really there."""
         self._first_epoch = self.epoch
         self._rank_epoch: dict[int, int] = {}
         self._step_of_worker: dict[int, StartStep] = {}
         self._progress_tokens: dict[int, int] = {}
+        self._waits_for: dict[int, tuple[int, int]] = {}
+        """By request: the one that it waits for, and up to which token."""
 
     def start(self, now_s: float) -> list[Action]:
         actions = super().start(now_s)
@@ -170,7 +181,17 @@ class ObservedControlPlane(ControlPlane):
         assert now_s >= self.last_event_s, "the clock went back"
         self.last_event_s = now_s
         if isinstance(event, StepFinished):
-            del self._step_of_worker[event.worker_id]
+            for item in self._step_of_worker.pop(event.worker_id).items:
+                self._waits_for = {
+                    waiter: (awaited, num_tokens)
+                    for waiter, (awaited, num_tokens) in self._waits_for.items()
+                    if awaited != item.request.request_id or num_tokens > item.end_tokens
+                }
+        elif isinstance(event, StepStarted):
+            items = self._step_of_worker[event.worker_id].items
+            self.num_computed_tokens += sum(
+                max(item.end_tokens - reused, 0) for item, reused in zip(items, event.reused_tokens, strict=True)
+            )
         actions = super().handle(event, now_s)
         self._observe(actions)
         for worker in self.workers.all():
@@ -199,6 +220,12 @@ class ObservedControlPlane(ControlPlane):
                     assert is_redirected == bool(before), "only the first placement is no redirection"
                     before.append(action)
                     self._progress_tokens.pop(request_id, None)
+                    self._waits_for.pop(request_id, None)
+                    placement = action.placement
+                    if placement.awaited_request_id is not None and placement.awaited_tokens is not None:
+                        assert placement.awaited_request_id in self.placements
+                        num_tokens = int(placement.awaited_tokens[placement.row])
+                        self._waits_for[request_id] = placement.awaited_request_id, num_tokens
                 case StartStep(worker_id, epoch, items):
                     worker = self.opened[worker_id]
                     assert epoch == worker.epoch
@@ -211,6 +238,7 @@ class ObservedControlPlane(ControlPlane):
                         assert item.is_first or item.start_tokens == done_tokens, "chunks must follow each other"
                         assert item.start_tokens < item.end_tokens <= item.request.input_tokens
                         assert self.placements[request_id][-1].worker_id == worker_id
+                        assert request_id not in self._waits_for, "started before what it waits for is there"
                         self._progress_tokens[request_id] = item.end_tokens
                     self._step_of_worker[worker_id] = action
                     self.steps.append(action)

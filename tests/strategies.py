@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from tests.builders import BLOCK_TOKENS, play, request, simulated_pool
 
+from vertumnus.core.awaited import WaitSettings
 from vertumnus.core.composition import compositions
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window
 from vertumnus.core.index import ReplicationSettings
@@ -19,18 +20,26 @@ from vertumnus.sim.pool import Failure, SimulatedPool
 
 @st.composite
 def request_lists(draw: st.DrawFn, max_size: int = 14) -> list[PrefillRequest]:
-    """Requests in order of arrival, often at one instant, of few prompts cut anywhere: many common prefixes."""
+    """Requests in order of arrival, often at one instant, of few prompts cut anywhere, many of which go their own ways
+    from some block on: many common prefixes."""
     drawn = draw(
         st.lists(
-            st.tuples(st.sampled_from([0.0, 0.0, 0.3, 1.7]), st.integers(0, 2), st.integers(1, 12 * BLOCK_TOKENS)),
+            st.tuples(
+                st.sampled_from([0.0, 0.0, 0.3, 1.7]),
+                st.integers(0, 2),
+                st.integers(1, 12 * BLOCK_TOKENS),
+                st.one_of(st.none(), st.integers(0, 12)),
+            ),
             min_size=1,
             max_size=max_size,
         )
     )
     requests, now_s = [], 0.0
-    for request_id, (gap_s, prompt, input_tokens) in enumerate(drawn):
+    for request_id, (gap_s, prompt, input_tokens, num_shared) in enumerate(drawn):
         now_s += gap_s
-        requests.append(request(request_id, arrival_s=now_s, input_tokens=input_tokens, prompt=prompt))
+        requests.append(
+            request(request_id, arrival_s=now_s, input_tokens=input_tokens, prompt=prompt, num_shared=num_shared)
+        )
     return requests
 
 
@@ -72,6 +81,7 @@ class Scenario:
     is_replicating: bool
     pull: PullSettings | None
     moves: MoveSettings | None
+    waits: WaitSettings | None
 
     def pool(self, seed: int = 0) -> SimulatedPool:
         """A fresh pool for this scenario."""
@@ -91,6 +101,7 @@ class Scenario:
             scan_interval_s=0.7,
             pull=self.pull,
             moves=self.moves,
+            waits=self.waits,
             seed=seed,
         )
 
@@ -139,4 +150,5 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         is_replicating=draw(st.booleans()),
         pull=draw(st.sampled_from([None, *PULLS])),
         moves=draw(st.sampled_from([None, MoveSettings(min_gain_s=0.0), MoveSettings(gpu_price=0.0)])),
+        waits=draw(st.sampled_from([None, WaitSettings()])),
     )

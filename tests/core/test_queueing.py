@@ -142,3 +142,11 @@ def test_a_request_that_awaits_a_copy_lets_others_pass_and_keeps_its_place():
     assert queue.pop_ready() is None
     waiting.num_copies_awaited = 0
     assert queue.pop_ready() is waiting
+
+
+@given(ARRIVALS, DISCIPLINES, st.integers(0, 60))
+def test_what_is_left_after_some_seconds_is_what_has_not_been_served_in_full(arrivals, discipline, after_s):
+    queue = queue_of(discipline, arrivals)
+    items = queue.items()
+    ends_s = [sum(item.service_s for item in items[: position + 1]) for position in range(len(items))]
+    assert queue.num_left(float(after_s)) == sum(end_s > after_s for end_s in ends_s)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.builders import COST_MODEL
 from tests.serve.live_builders import asked, check_idle, expected, prompt, stub_pool
 
+from vertumnus.core.awaited import WaitSettings
 from vertumnus.core.composition import Composition
 from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.pulls import PullSettings
@@ -131,9 +132,10 @@ async def play(pool: LivePool, arrivals: list[Arrival], upsets: list[Upset]) -> 
     st.sampled_from(Discipline),
     st.sampled_from([20, 24, 60]),
     st.booleans(),
+    st.sampled_from([None, WaitSettings()]),
 )
 def test_everybody_gets_the_right_tokens_once_and_nothing_is_left(
-    arrivals, upsets, composition, step_tokens, discipline, blocks_per_rank, has_copies
+    arrivals, upsets, composition, step_tokens, discipline, blocks_per_rank, has_copies, waits
 ):
     """Whatever is cancelled, killed, split and merged on the way, and however tight memory is."""
 
@@ -146,6 +148,7 @@ def test_everybody_gets_the_right_tokens_once_and_nothing_is_left(
             discipline=discipline,
             replication=ReplicationSettings() if has_copies else None,
             pull=PullSettings(s_per_token=0.0001, latency_s=0.001, from_any_worker=True) if has_copies else None,
+            waits=waits,
         )
         for arrival, got in zip(arrivals, await play(pool, arrivals, upsets), strict=True):
             if got is not None:

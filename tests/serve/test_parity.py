@@ -8,6 +8,7 @@ import pytest
 from tests.builders import BLOCK_TOKENS, ObservedControlPlane, profile
 from tests.serve.live_builders import HASH_KEY, asked, check_idle
 
+from vertumnus.core.awaited import WaitSettings
 from vertumnus.core.composition import Composition, Topology, lay_out
 from vertumnus.core.controller import PoolState, Proposal, Reason, Window
 from vertumnus.core.cost import Coefficients
@@ -108,6 +109,7 @@ def recording(epoch: int, discipline: Discipline, step_tokens: int | None, has_c
             replication=ReplicationSettings() if has_copies else None,
             pull=PullSettings(s_per_token=1e-4, latency_s=0.0, from_any_worker=True) if has_copies else None,
             moves=None if has_copies else MoveSettings(),
+            waits=WaitSettings(),
         ),
         epoch=epoch,
     )

@@ -95,6 +95,7 @@ class PoolOptions:
     window: float
     pulls: str
     moves: str
+    waits: str
     kv_blocks: int | None
     queue: str
     step_tokens: int | None
@@ -132,6 +133,7 @@ class PoolOptions:
             window_s=self.window,
             pulls=None if self.pulls == "auto" else Pulls(self.pulls),
             has_moves=None if self.moves == "auto" else self.moves == "on",
+            has_waits=None if self.waits == "auto" else self.waits == "on",
             discipline=Discipline(self.queue),
             step_tokens=self.step_tokens,
             blocks_per_rank=self.kv_blocks,
@@ -218,6 +220,13 @@ _POOL_OPTIONS = (
         default="auto",
         show_default=True,
         help="Whether queued work moves to workers that run dry; auto: with policy vertumnus.",
+    ),
+    click.option(
+        "--waits",
+        type=click.Choice(["auto", "on", "off"]),
+        default="auto",
+        show_default=True,
+        help="Whether a request may wait for a prefix that another is computing; auto: with policy vertumnus.",
     ),
     click.option(
         "--kv-blocks",

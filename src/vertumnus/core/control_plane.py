@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from vertumnus.core.awaited import AwaitedPrefixes, WaitSettings
 from vertumnus.core.composition import (
     Composition,
     Layout,
@@ -130,6 +131,9 @@ class ControlPlane:
         """Requests without a candidate, each with whether it was placed before."""
         self._location: dict[int, int] = {}
         self._cancelled: set[int] = set()
+        self._awaited = self._make_awaited(settings.waits) if settings.waits is not None else None
+        self._stranded: deque[QueuedRequest] = deque()
+        """Requests that wait for one which has left, to be placed anew before `handle` returns."""
         self._next_worker_id = 0
         self._has_priorities = False
         """Whether any request has come with a priority: only then FIFO has to look who would go first."""
@@ -163,6 +167,19 @@ class ControlPlane:
             service_s=self._service_s,
         )
 
+    def _make_awaited(self, waits: WaitSettings) -> AwaitedPrefixes:
+        settings = self.settings
+        return AwaitedPrefixes(
+            waits,
+            workers=self._workers,
+            block_tokens=settings.block_tokens,
+            step_tokens=settings.step_tokens,
+            pull=settings.pull,
+            cancelled=self._cancelled,
+            service_s=self._service_s,
+            waits=self._waits,
+        )
+
     def _make_steering(self, controller: Controller) -> Steering:
         settings = self.settings
         return Steering(
@@ -190,7 +207,10 @@ class ControlPlane:
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Takes one event; returns the actions it causes, in order."""
-        return self._handlers[type(event)](event, now_s)
+        actions = self._handlers[type(event)](event, now_s)
+        while self._stranded:
+            actions += self._place_stranded(self._stranded.popleft(), now_s)
+        return actions
 
     def next_timer_s(self) -> float | None:
         """The instant at which a `TimerFired` is wanted, or None."""
@@ -281,6 +301,8 @@ class ControlPlane:
         match = self.index.match(request.blocks)
         view = self._view(request, match, now_s)
         needed, per_rank = self._num_blocks(request), self.settings.blocks_per_rank
+        if view is not None and self._awaited is not None:
+            view = self._awaited.with_waits(request, match, view)
         if view is not None and needed > self._workers.smallest_degree * per_rank:
             view = view.restricted(view.degrees * per_rank >= needed)
         if view is None:
@@ -314,13 +336,46 @@ class ControlPlane:
         item = QueuedRequest(
             request=request, prefix_tokens=prefix_tokens, service_s=float(view.service_s[placement.row])
         )
-        pulls = (
-            self._puller.ask(item, worker, match, prefix_tokens // self.settings.block_tokens) if self._puller else []
-        )
+        if self._awaited is not None:
+            self._awaited.begin(item, worker, match.num_blocks, view, placement.row)
+        pulls = [] if item.is_held else self._ask(item, worker, match)
         worker.queue.push(item)
         worker.queued_tokens += request.input_tokens - prefix_tokens
         self._location[request.request_id] = worker.worker_id
         return item, [RequestPlaced(request.request_id, worker.worker_id, placement, is_redirected), *pulls]
+
+    def _ask(self, item: QueuedRequest, worker: Worker, match: Match) -> list[CopyBlocks]:
+        """Asks for the blocks that a reservation counts on and its worker lacks."""
+        num_blocks = item.prefix_tokens // self.settings.block_tokens
+        return self._puller.ask(item, worker, match, num_blocks) if self._puller is not None else []
+
+    def _leave(self, request_id: int) -> None:
+        """A request is reserved nowhere any more; who waited for it will be placed anew."""
+        self._location.pop(request_id, None)
+        if self._awaited is not None:
+            self._stranded += self._awaited.left(request_id)
+
+    def _place_stranded(self, item: QueuedRequest, now_s: float) -> list[Action]:
+        assert self._awaited is not None
+        if not self._awaited.is_current(item):
+            return []
+        request = item.request
+        worker = self._workers[self._location[request.request_id]]
+        worker.queue.remove(request.request_id)
+        self._leave(request.request_id)
+        self._were_taken(worker, [item])
+        return self._admit(request, now_s, is_redirected=True)
+
+    def _computed(self, request: PrefillRequest, end_tokens: int, now_s: float) -> list[Action]:
+        """The beginning of a request has KV; those who waited for it may go on, once they have it too."""
+        if self._awaited is None:
+            return []
+        actions: list[Action] = []
+        num_blocks = end_tokens // self.settings.block_tokens
+        for item, worker in self._awaited.computed(request.request_id, num_blocks):
+            actions += self._ask(item, worker, self.index.match(item.request.blocks))
+            actions += self._start_step(worker, now_s)
+        return actions
 
     def _move_to(self, idle: Worker, moves: MoveSettings, now_s: float) -> list[Action]:
         """Gives a worker with nothing to do the queued request of another that gains most by it, if any does."""
@@ -338,6 +393,7 @@ class ControlPlane:
         taken = move.worker.queue.remove(move.request.request_id)
         assert taken is not None
         self._were_taken(move.worker, [taken])
+        self._leave(move.request.request_id)
         _, actions = self._reserve(move.request, idle, move.match, move.view, move.placement, True)
         steps = self._start_step(idle, now_s)
         if not steps:
@@ -457,7 +513,7 @@ class ControlPlane:
         if item is None:
             self._cancelled.add(event.request_id)  # it runs: dropped when its step ends
             return []
-        self._location.pop(event.request_id)
+        self._leave(event.request_id)
         worker.queued_tokens -= item.request.input_tokens - item.prefix_tokens
         self._workers.changed(worker)
         return [DropRequest(worker_id, event.request_id)] if item.started else []
@@ -538,6 +594,7 @@ class ControlPlane:
         if worker is None:  # lost meanwhile: its requests run elsewhere
             return []
         actions: list[Action] = []
+        released: list[Action] = []
         self._note_step(worker, now_s)
         merging = self._handovers.merging(worker)
         for item in worker.running:
@@ -545,8 +602,9 @@ class ControlPlane:
             request_id, length = queued.request.request_id, queued.request.input_tokens
             is_cancelled = request_id in self._cancelled
             self._cancelled.discard(request_id)
+            released += self._computed(queued.request, item.end_tokens, now_s)
             if item.end_tokens == length or is_cancelled:
-                self._location.pop(request_id, None)
+                self._leave(request_id)
                 if item.end_tokens < length:
                     actions.append(DropRequest(worker.worker_id, request_id))
             elif merging is not None:
@@ -559,6 +617,7 @@ class ControlPlane:
         worker.running = []
         worker.running_tokens = 0
         worker.later_s = 0.0
+        actions += released
         actions += self._go_on(worker, now_s)
         if worker.status is WorkerStatus.DRAINING and not worker.running:
             actions += self._apply(self._reconfiguration.source_drained(worker.group, now_s), now_s)
@@ -585,13 +644,15 @@ class ControlPlane:
             return steps
         self._workers.changed(worker)
         moves = self.settings.moves
-        if moves is None or worker.status is not WorkerStatus.ACTIVE or len(worker.queue):
+        if moves is None or worker.status is not WorkerStatus.ACTIVE:
+            return []
+        if any(not item.is_held for item in worker.queue.items()):
             return []
         return self._move_to(worker, moves, now_s)
 
     def _suspend(self, worker: Worker, queued: QueuedRequest, merging: Handover) -> DropRequest:
         request = queued.request
-        del self._location[request.request_id]
+        self._leave(request.request_id)
         merging.suspended.append(request)
         return DropRequest(worker.worker_id, request.request_id)
 
@@ -739,6 +800,8 @@ class ControlPlane:
                     handover = self._handovers.begin(operation, [self._serving[each] for each in operation.sources])
                     for worker in handover.sources:
                         self._workers.set_status(worker, WorkerStatus.DRAINING)
+                        if self._awaited is not None:
+                            self._stranded += self._awaited.drains(worker)
                         orphans += self._empty_queue(worker)
                         if self._handovers.merging(worker) is handover:
                             actions += [self._suspend(worker, each, handover) for each in self._take_started(worker)]
@@ -810,7 +873,7 @@ class ControlPlane:
         """Takes what has not started out of a worker's queue, to be placed elsewhere."""
         taken = worker.queue.remove_not_started()
         for item in taken:
-            del self._location[item.request.request_id]
+            self._leave(item.request.request_id)
         self._were_taken(worker, taken)
         return [item.request for item in taken]
 
@@ -828,7 +891,7 @@ class ControlPlane:
         lost = [item.queued.request for item in worker.running]
         lost += [item.request for item in worker.queue.items()]
         for request in lost:
-            self._location.pop(request.request_id, None)
+            self._leave(request.request_id)
         worker.running = []
         kept = [request for request in lost if request.request_id not in self._cancelled]
         self._cancelled.difference_update(request.request_id for request in lost)
@@ -861,6 +924,8 @@ class ControlPlane:
                 reserved[request_id] = worker.worker_id
         if reserved != self._location:
             raise InvariantError("the reservations differ from what is known of the requests' places")
+        if self._awaited is not None:
+            self._awaited.check_invariants(self._location)
         waiting = [*(request for request, _ in self._waiting), *self._handovers.suspended]
         if any(request.request_id in reserved for request in waiting):
             raise InvariantError("a request waits for the pool and at a worker")

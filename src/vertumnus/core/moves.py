@@ -16,6 +16,8 @@ from vertumnus.core.requests import PrefillRequest
 from vertumnus.core.workers import Worker, WorkerTable
 from vertumnus.errors import ConfigError
 
+_TIE_S = 1e-6  # neighbours of equal length save the same but for rounding: the one that goes first moves
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveSettings:
@@ -69,7 +71,7 @@ def best_move(
             continue
         match, view = seen
         gained_s = _gain_s(settings, waiting, idle, view)
-        if gained_s > best_s:
+        if gained_s > best_s + _TIE_S:
             cost = np.where(view.worker_ids == idle.worker_id, view.service_s, np.inf)
             placement = choose(view, cost, "a worker with nothing to do took it over")
             request, best_s = waiting.item.request, gained_s
@@ -88,18 +90,18 @@ class _Waiting:
 
 
 def _most_to_save(table: WorkerTable, now_s: float, max_tried: int) -> list[_Waiting]:
-    """The requests whose leaving would save most, most first; those that await copies stay."""
+    """The requests whose leaving would save most, most first; those that await copies or another request stay."""
     found: list[_Waiting] = []
     for row in sorted(table.queued_rows):
         worker = table.active[row]
         ahead_s = max(worker.running_end_s - now_s, 0.0) + worker.later_s if worker.running else 0.0
         items = worker.queue.items()
         for position, item in enumerate(items):
-            if not item.started and not item.num_copies_awaited:
+            if not (item.started or item.num_copies_awaited or item.is_held):
                 num_behind = len(items) - position - 1
                 found.append(_Waiting(worker, item, ahead_s + item.service_s * (1 + num_behind)))
             ahead_s += item.service_s
-    found.sort(key=lambda each: -each.saved_s)
+    found.sort(key=lambda each: -round(each.saved_s / _TIE_S))
     return found[:max_tried]
 
 

@@ -56,6 +56,10 @@ class PlacementView:
     resident_blocks: IntArray
     """KV blocks that the index knows at the worker."""
     block_tokens: int
+    awaited_request_id: int | None = None
+    """A request that is computing a prefix of this one, where waiting for it is among the choices."""
+    awaited_tokens: FloatArray | None = None
+    """The prefix that the choice waits for; 0 where it does not wait."""
 
     @property
     def smallest_service_s(self) -> FloatArray:
@@ -65,8 +69,9 @@ class PlacementView:
     def restricted(self, eligible: NDArray[np.bool_]) -> "PlacementView | None":
         """The view with some of its candidates only; None if none is left. C_min is theirs."""
         rows = np.flatnonzero(eligible)
-        if rows.size == 0:
-            return None
+        return self._of(rows) if rows.size else None
+
+    def _of(self, rows: NDArray[np.intp]) -> "PlacementView":
         smallest = int(np.argmin(self.degrees[rows]))
         smallest_row = rows[smallest : smallest + 1]
         vectors = {
@@ -90,8 +95,32 @@ class PlacementView:
             smallest_degree=int(self.degrees[smallest_row[0]]),
             smallest_costs=self.costs.take(smallest_row),
             costs=self.costs.take(rows),
+            awaited_tokens=None if self.awaited_tokens is None else self.awaited_tokens[rows],
             **vectors,
         )
+
+    def with_waits(
+        self,
+        request_id: int,
+        *,
+        reusable_tokens: FloatArray,
+        service_s: FloatArray,
+        wait_s: FloatArray,
+        delay_s: FloatArray,
+        awaited_tokens: FloatArray,
+    ) -> "PlacementView":
+        """The view with every candidate a second time, as it would be if the request waited there for another."""
+        num_rows = len(self.worker_ids)
+        twice = self._of(np.tile(np.arange(num_rows), 2))
+        twice.reusable_tokens[num_rows:] = reusable_tokens
+        twice.suffix_tokens[num_rows:] = self.input_tokens - reusable_tokens
+        twice.service_s[num_rows:] = service_s
+        twice.wait_s[num_rows:] = wait_s
+        twice.delay_s[num_rows:] = delay_s
+        twice.matched_tokens = max(twice.matched_tokens, int(awaited_tokens.max()))
+        twice.awaited_request_id = request_id
+        twice.awaited_tokens = np.concatenate([np.zeros(num_rows), awaited_tokens])
+        return twice
 
     @property
     def load_s(self) -> FloatArray:
@@ -118,6 +147,10 @@ class Placement:
     preferred_degree: int | None = None
     """C_pref: the degree of the candidate that costs least when its load is left out; None if the policy has none."""
     reason: str = ""
+    awaited_request_id: int | None = None
+    """The request whose prefix the chosen row waits for, if it waits."""
+    awaited_tokens: FloatArray | None = None
+    """As in the view."""
 
 
 class PlacementPolicy(Protocol):
@@ -132,6 +165,7 @@ class PlacementPolicy(Protocol):
 def choose(view: PlacementView, cost: FloatArray, reason: str, **terms: FloatArray) -> Placement:
     """The candidate of least cost, the lowest worker id among equals."""
     row = int(cost.argmin())
+    does_wait = view.awaited_tokens is not None and view.awaited_tokens[row] > 0
     return Placement(
         row=row,
         worker_id=int(view.worker_ids[row]),
@@ -143,6 +177,8 @@ def choose(view: PlacementView, cost: FloatArray, reason: str, **terms: FloatArr
         cost=cost,
         terms=terms,
         reason=reason,
+        awaited_request_id=view.awaited_request_id if does_wait else None,
+        awaited_tokens=view.awaited_tokens,
     )
 
 

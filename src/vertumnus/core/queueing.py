@@ -18,6 +18,8 @@ from vertumnus.core.requests import PrefillRequest
 
 _PRIORITY_S = 1e9  # arrival order that one step of priority outweighs; leaves keys a resolution of 0.1 ms
 
+_ROUNDING_S = 1e-9
+
 
 class Discipline(Enum):
     """Order of service at a worker."""
@@ -39,6 +41,8 @@ class QueuedRequest:
     is_access_recorded: bool = False
     num_copies_awaited: int = 0
     """Block copies on their way for this request; it is not served before they end."""
+    is_held: bool = False
+    """Whether it waits for a prefix that another request is to compute; others pass meanwhile."""
 
 
 class WorkerQueue:
@@ -72,14 +76,14 @@ class WorkerQueue:
         self._insert(bisect(self._keys, key), key, item)
 
     def pop_ready(self, has_room: Callable[[PrefillRequest], bool] | None = None) -> QueuedRequest | None:
-        """Takes the first request that awaits no copy; None if there is none.
+        """Takes the first request that awaits no copy and no other request; None if there is none.
 
         Where `has_room` says that one cannot begin yet, none behind it does either, so that it is not starved; those
         that have begun go on.
         """
         may_begin = True
         for position, item in enumerate(self._items):
-            if item.num_copies_awaited:
+            if item.num_copies_awaited or item.is_held:
                 continue
             if not item.started and has_room is not None:
                 may_begin = may_begin and has_room(item.request)
@@ -122,9 +126,16 @@ class WorkerQueue:
             return self.service_s, 0
         if position == 0:
             return 0.0, len(self._items)
+        return self._cumulative()[position - 1], len(self._items) - position
+
+    def num_left(self, after_s: float) -> int:
+        """How many will not have been served after so many seconds of serving."""
+        return len(self._items) - bisect_right(self._cumulative(), after_s + _ROUNDING_S)
+
+    def _cumulative(self) -> list[float]:
         if self._cumulative_s is None:
             self._cumulative_s = list(accumulate(item.service_s for item in self._items))
-        return self._cumulative_s[position - 1], len(self._items) - position
+        return self._cumulative_s
 
     def serves_first(
         self, begun: PrefillRequest, remaining_s: float, request: PrefillRequest, service_s: float

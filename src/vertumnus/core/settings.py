@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vertumnus.core.awaited import WaitSettings
 from vertumnus.core.drift import RefitSettings
 from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.long_threshold import DEFAULT_LONG_TOKENS
@@ -46,6 +47,8 @@ class ControlPlaneSettings:
     """Whether the cost model follows what steps really take; None: it stays the profile's."""
     moves: MoveSettings | None = None
     """Whether queued work moves to workers that run dry; None: it stays where it was placed, as in the paper."""
+    waits: WaitSettings | None = None
+    """Whether a request may wait for a prefix that another is computing; None: it computes it too, as in the paper."""
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "blocks_per_rank"):

@@ -17,7 +17,14 @@ def adaptive(settings: SimulationSettings) -> SimulationSettings:
 
 def paper(settings: SimulationSettings) -> SimulationSettings:
     """The pool as the paper has it: FIFO, the threshold controller, pending blocks as misses, Algorithms 1 and 2."""
-    return replace(settings, discipline=Discipline.FIFO, controller="threshold", pulls=Pulls.NONE, has_moves=False)
+    return replace(
+        settings,
+        discipline=Discipline.FIFO,
+        controller="threshold",
+        pulls=Pulls.NONE,
+        has_moves=False,
+        has_waits=False,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +41,10 @@ class Improvements:
     """The controller replays windows through other compositions instead of watching thresholds."""
     copies: bool = False
     """Missing blocks priced as the cheaper of computing and copying them from any holder."""
-
     moves: bool = False
     """Queued work moves to workers that run dry."""
+    waits: bool = False
+    """A request may wait for a prefix that another is computing."""
 
     def policy(self, paper_options: Options) -> PolicyMaker:
         """The placement policy."""
@@ -54,6 +62,7 @@ class Improvements:
             controller="lookahead" if self.lookahead else "threshold",
             pulls=Pulls.ANY if self.copies else Pulls.NONE,
             has_moves=self.moves,
+            has_waits=self.waits,
         )
 
 

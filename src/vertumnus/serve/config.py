@@ -73,6 +73,8 @@ class ServeConfig(BaseModel):
     """Whether the cost model follows what steps really take, within a factor of two of the profile."""
     moves: bool = True
     """Whether queued work moves to workers that run dry."""
+    waits: bool = True
+    """Whether a request may wait for a prefix that another is computing, instead of computing it too."""
     slo: str = "1.0+0.0002L"
 
     max_queued_requests: int = Field(1024, ge=1)

@@ -169,7 +169,8 @@ class DecisionLog(Telemetry):
 
 
 def _placement_facts(request_id: str, input_tokens: int, action: RequestPlaced) -> dict[str, Any]:
-    """With the candidates as columns, in the order of their worker ids."""
+    """With the candidates as columns, in the order of their worker ids; where waiting for another request's prefix was
+    among the choices, in that order twice: without and with waiting."""
     placement = action.placement
     row = placement.row
     return {
@@ -185,10 +186,15 @@ def _placement_facts(request_id: str, input_tokens: int, action: RequestPlaced) 
         "predicted_s": float(placement.service_s[row]),
         "preferred_degree": placement.preferred_degree,
         "reason": placement.reason,
+        "awaited_attempt": placement.awaited_request_id,
         "candidates": {
+            "chosen": row,
             "worker_id": placement.worker_ids.tolist(),
             "degree": placement.degrees.astype(int).tolist(),
             "reusable_tokens": placement.reusable_tokens.astype(int).tolist(),
+            "awaited_tokens": None
+            if placement.awaited_tokens is None
+            else placement.awaited_tokens.astype(int).tolist(),
             "service_s": placement.service_s.tolist(),
             "cost": placement.cost.tolist(),
             "terms": {name: values.tolist() for name, values in placement.terms.items()},

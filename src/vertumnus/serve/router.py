@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from vertumnus.core.awaited import WaitSettings
 from vertumnus.core.composition import Composition, Layout, RankGroup, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controllers import make_controller
@@ -241,6 +242,7 @@ class Router:
                 pull=None if config.pulls == "none" else pulls,
                 refit=RefitSettings() if config.refit else None,
                 moves=MoveSettings() if config.moves else None,
+                waits=WaitSettings() if config.waits else None,
             ),
             controller=None if config.controller == "none" else make_controller(config.controller, cost_model, kappa),
             epoch=epoch,

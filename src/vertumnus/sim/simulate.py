@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from vertumnus.core.awaited import WaitSettings
 from vertumnus.core.composition import Composition, OperationKind, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane, Transition
 from vertumnus.core.controllers import ControllerSettings, make_controller
@@ -62,6 +63,8 @@ class SimulationSettings:
     """None: `any` for our policies with replication, else `pending`."""
     has_moves: bool | None = None
     """Whether queued work moves to workers that run dry; None: for our policy (`vertumnus`) only."""
+    has_waits: bool | None = None
+    """Whether a request may wait for a prefix that another is computing; None: for our policy only."""
     replication: ReplicationSettings = field(default_factory=ReplicationSettings)
     """Thresholds of Algorithm 2, where it runs."""
     controller: str = "lookahead"
@@ -143,8 +146,9 @@ def _pull_settings(pulls: Pulls, profile: Profile) -> PullSettings | None:
     return PullSettings.of_profile(profile, from_any_worker=pulls is Pulls.ANY)
 
 
-def _has_moves(settings: SimulationSettings, policy: PlacementPolicy) -> bool:
-    return isinstance(policy, VertumnusPolicy) if settings.has_moves is None else settings.has_moves
+def _is_on(switch: bool | None, policy: PlacementPolicy) -> bool:
+    """A switch that is on for our policy unless it is set."""
+    return isinstance(policy, VertumnusPolicy) if switch is None else switch
 
 
 @contextmanager
@@ -206,7 +210,8 @@ def simulate(
             refit=RefitSettings() if settings.has_refit else None,
             reconfiguration=ReconfigurationSettings(switch_timeout_s=max(10.0, 5 * profile.switch_s)),
             replication=settings.replication if has_replication else None,
-            moves=MoveSettings() if _has_moves(settings, policy) else None,
+            moves=MoveSettings() if _is_on(settings.has_moves, policy) else None,
+            waits=WaitSettings() if _is_on(settings.has_waits, policy) else None,
             pull=_pull_settings(settings.pulls or (Pulls.ANY if has_replication else Pulls.PENDING), profile),
         ),
         controller=None

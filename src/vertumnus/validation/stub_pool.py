@@ -1,6 +1,7 @@
 """The live pool over stub ranks that take what the profile says: E_C for steps, its links for copies, T_ext for
 handoffs."""
 
+from vertumnus.core.awaited import WaitSettings
 from vertumnus.core.composition import lay_out
 from vertumnus.core.control_plane import ControlPlane
 from vertumnus.core.controllers import make_controller
@@ -55,6 +56,7 @@ def stub_pool(spec: PoolSpec, telemetry: Telemetry) -> LivePool:
             window_s=spec.window_s,
             replication=ReplicationSettings(),
             moves=MoveSettings(),
+            waits=WaitSettings(),
             pull=PullSettings.of_profile(profile, from_any_worker=True),
         ),
         controller=controller,

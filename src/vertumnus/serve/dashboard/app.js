@@ -274,7 +274,7 @@ function choose(decision, button) {
   for (const [name, value] of Object.entries(facts)) {
     list.append(element("dt", "", spoken(name)), element("dd", "", shown(value)));
   }
-  byId("detail-body").replaceChildren(...(candidates ? tableOf(candidates, decision.worker_id) : []), list);
+  byId("detail-body").replaceChildren(...(candidates ? tableOf(candidates) : []), list);
   byId("detail-body").scrollTop = 0;
 }
 
@@ -284,9 +284,9 @@ function shown(value) {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
-function tableOf(candidates, chosen) {
+function tableOf(candidates) {
   const terms = Object.entries(candidates.terms);
-  const heads = ["worker", "J", ...terms.map(([name]) => spoken(name)), "cached", "E(R, P)"];
+  const heads = ["worker", "J", ...terms.map(([name]) => spoken(name)), "cached", ...(candidates.awaited_tokens ? ["awaited"] : []), "E(R, P)"];
   const head = element("tr", "", ...heads.map((name) => {
     const cell = element("th", "", name);
     cell.scope = "col";
@@ -294,12 +294,13 @@ function tableOf(candidates, chosen) {
   }));
   const rows = candidates.worker_id.map((worker, row) => {
     const cells = [
-      `w${worker} · CP${candidates.degree[row]}${worker === chosen ? " ✓" : ""}`,
+      `w${worker} · CP${candidates.degree[row]}${row === candidates.chosen ? " ✓" : ""}`,
       plain(candidates.cost[row], 3), ...terms.map(([, values]) => plain(values[row], 3)),
-      grouped(candidates.reusable_tokens[row]), plain(candidates.service_s[row], 3),
+      grouped(candidates.reusable_tokens[row]),
+      ...(candidates.awaited_tokens ? [grouped(candidates.awaited_tokens[row])] : []), plain(candidates.service_s[row], 3),
     ];
-    const made = element("tr", worker === chosen ? "chosen" : "", ...cells.map((text) => element("td", "", text)));
-    if (worker === chosen) made.firstChild.setAttribute("aria-label", `worker ${worker}, chosen`);
+    const made = element("tr", row === candidates.chosen ? "chosen" : "", ...cells.map((text) => element("td", "", text)));
+    if (row === candidates.chosen) made.firstChild.setAttribute("aria-label", `worker ${worker}, chosen`);
     return made;
   });
   const table = element("table", "", element("thead", "", head), element("tbody", "", ...rows));
