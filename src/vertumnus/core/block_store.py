@@ -128,8 +128,8 @@ class BlockStore:
         """How many leading blocks of `path`, at most `limit`, are resident."""
         resident = self._resident
         count = 0
-        for block in path:
-            if count == limit or block not in resident:
+        for block in path[:limit]:
+            if block not in resident:
                 break
             count += 1
         return count

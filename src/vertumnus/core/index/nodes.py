@@ -117,6 +117,8 @@ class NodeTable:
 
         Reads the chain lazily: never further ahead than a quarter of what it has matched, or a handful of blocks.
         """
+        if isinstance(hashes, list) and (run := self._run_of(hashes, parent)):
+            return array("i", run)
         nodes = array("i")
         append, get, parents = nodes.append, self._young.get, self.parent.cells
         unread = iter(hashes)
@@ -133,6 +135,20 @@ class NodeTable:
         if len(nodes) == _SINGLE_BLOCKS:
             self._walk_stretches(nodes, unread, parent)
         return nodes
+
+    def _run_of(self, blocks: Sequence[bytes], parent: int) -> range | None:
+        """The rows of a whole chain below `parent` where they follow each other, as those of a path made at once do."""
+        start = self.find(blocks[0]) if blocks else ROOT
+        end = start + len(blocks)
+        if (
+            start
+            and end <= self.end
+            and self.parent.cells[start] == parent
+            and self.depth.cells[end - 1] == self.depth.cells[parent] + len(blocks)
+            and self.hash_bytes[HASH_BYTES * start : HASH_BYTES * end].tobytes() == b"".join(blocks)
+        ):
+            return range(start, end)
+        return None
 
     def _walk_stretches(self, nodes: "array[int]", unread: Iterator[bytes], parent: int) -> None:
         """Walks on: each stretch read is first compared as a whole with the rows that follow, then block by block."""
