@@ -263,6 +263,20 @@ def test_a_block_that_arrived_meanwhile_keeps_its_place_and_the_slot_goes_back()
     assert store.num_resident == 2
 
 
+def test_an_allocation_is_addressed_where_its_blocks_lie_also_when_one_has_arrived_meanwhile():
+    store = BlockStore((0, 1), 4)
+    path = chain("a", "b", "c")
+    slow = store.allocate(path, 0, num_extra=1)
+    before = store.addresses(slow)
+    assert [rank * 4 + slot for rank, slot in before] == slow.slots
+    fill(store, path[:1])
+    store.produce(slow, 3)
+    after = store.addresses(slow)
+    assert after[:3] == [store.address(block) for block in path]
+    assert after[1:] == before[1:]
+    assert after[0] != before[0]
+
+
 def test_copied_blocks_are_never_more_recent_than_the_prefix_they_extend():
     store = BlockStore((0,), 6)
     prefix = chain("a", "b")

@@ -44,6 +44,8 @@ class Allocation:
     above: list[bytes]
     num_extra: int = 0
     num_produced: int = 0
+    addresses: list[Address] | None = None
+    """Of all blocks, once somebody has asked."""
 
     @property
     def has_room(self) -> bool:
@@ -105,11 +107,14 @@ class BlockStore:
         return None if held is None else divmod(held[0], self.blocks_per_rank)
 
     def addresses(self, allocation: Allocation) -> list[Address]:
-        """Where every block of an allocation that has room lies or will lie, its extra slots last."""
-        resident, per_rank = self._resident, self.blocks_per_rank
-        slots = [resident[block][0] for block in allocation.path[: allocation.num_resident]]
-        slots += allocation.slots[allocation.num_produced :]
-        return [divmod(slot, per_rank) for slot in slots]
+        """Where every block of an allocation that has room lies or will lie, its extra slots last. Not to be changed:
+        whoever asks again gets the same list."""
+        if allocation.addresses is None:
+            resident, per_rank = self._resident, self.blocks_per_rank
+            slots = [resident[block][0] for block in allocation.path[: allocation.num_resident]]
+            slots += allocation.slots[allocation.num_produced :]
+            allocation.addresses = [(slot // per_rank, slot % per_rank) for slot in slots]
+        return allocation.addresses
 
     def in_use(self, block: bytes) -> bool:
         """Whether a running request or a copy holds the block."""
@@ -123,8 +128,8 @@ class BlockStore:
         """How many leading blocks of `path`, at most `limit`, are resident."""
         resident = self._resident
         count = 0
-        for block in path:
-            if count == limit or block not in resident:
+        for block in path[:limit]:
+            if block not in resident:
                 break
             count += 1
         return count
@@ -355,6 +360,7 @@ class BlockStore:
             for block, entry in zip(reversed(blocks), entries, strict=True):
                 resident[block] = entry  # twice as fast as `update`, which an OrderedDict does pair by pair
             return
+        allocation.addresses = None  # of the block that has come meanwhile, another slot counts
         for block, slot, parent in zip(reversed(blocks), reversed(slots), reversed(parents), strict=True):
             if block in resident:
                 self._release([slot])

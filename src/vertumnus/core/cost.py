@@ -155,6 +155,8 @@ def chunked_prefill_s(
     Attention pairs add up over chunks (W is additive), but every further chunk pays d again, and b for all the tokens
     before it: with n chunks of T tokens, E(R, P) + (n - 1)*d + b*((n - 1)*P + T*n*(n - 1)/2).
     """
+    if suffix_tokens.max() <= step_tokens:  # one chunk each: what follows would add nothing
+        return costs.prefill_s(suffix_tokens, prefix_tokens)
     num_chunks = np.ceil(np.maximum(suffix_tokens, 1) / step_tokens)
     further = num_chunks - 1
     replayed_tokens = further * prefix_tokens + step_tokens * num_chunks * further / 2

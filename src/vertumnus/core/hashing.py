@@ -56,8 +56,9 @@ class HashChain(Sequence[bytes]):
         while index < self.num_blocks:
             if index == len(hashes):
                 self._hash_until(min(index + _RUN_BLOCKS, self.num_blocks))
-            yield hashes[index]
-            index += 1
+            run = hashes[index:]
+            yield from run
+            index += len(run)
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -84,6 +85,8 @@ class HashChain(Sequence[bytes]):
         return self._hashes.copy()
 
     def _hash_until(self, end_block: int) -> None:
+        if end_block <= len(self._hashes):
+            return
         # One keyed hasher, reset for every block: constructing one costs more than hashing 64 tokens.
         reset, update, digest = self._keyed.reset, self._keyed.update, self._keyed.digest
         tokens, block_bytes, hashes = self._tokens, self._block_bytes, self._hashes

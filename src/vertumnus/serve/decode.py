@@ -225,9 +225,10 @@ class DecodeRanks:
             rank = max(fitting, key=lambda rank: (len(rank.free), -rank.rank))
             self._waiting.popleft()
             offer.request.stage = Stage.HANDOFF
-            slots = [rank.free.pop() for _ in range(num_blocks)]
+            blocks = [(rank.rank, slot) for slot in rank.free[-num_blocks:]]
+            del rank.free[-num_blocks:]
             rank.num_arriving += 1
-            task = self._owner.spawn(self._hand_over(offer, rank, rank.life, slots))
+            task = self._owner.spawn(self._hand_over(offer, rank, rank.life, blocks))
             self._copying[offer.request.request_id] = (offer, task)
 
     def _has_room(self, rank: _Rank, num_blocks: int) -> bool:
@@ -236,15 +237,13 @@ class DecodeRanks:
         is_spacious = len(rank.free) >= num_blocks + num_sequences
         return rank.is_up and num_sequences < self._settings.max_decode_sequences and is_spacious
 
-    async def _hand_over(self, offer: _Offer, rank: _Rank, life: int, slots: list[int]) -> None:
-        """`life`: in which the rank gave the slots; it may have ended before this begins."""
+    async def _hand_over(self, offer: _Offer, rank: _Rank, life: int, blocks: list[Address]) -> None:
+        """`life`: in which the rank gave the blocks; it may have ended before this begins."""
         request = offer.request
         request_id = request.request_id
         started_s = self._now_s()
         try:
-            num_copied = await self._driver.copy(
-                offer.source, [(rank.rank, slot) for slot in slots[: len(offer.source)]]
-            )
+            num_copied = await self._driver.copy(offer.source, blocks[: len(offer.source)])
         finally:
             del self._copying[request_id]
             rank.num_arriving -= 1
@@ -253,17 +252,17 @@ class DecodeRanks:
         self._telemetry.handoff_ended(self._now_s(), started_s=started_s, num_blocks=len(offer.source), is_ok=is_ok)
         is_ok = is_ok and not offer.is_source_gone
         if rank.life == life and not (is_ok and not request.is_over):
-            rank.free += slots
+            _give_back(rank, blocks)
         if request.is_over:
             self._owner.release(request)
         elif is_ok:
             self._owner.release(request)
             if self._owner.first_token(request) is None:
                 request.stage = Stage.DECODE
-                rank.sequences[request_id] = _Sequence(request, [(rank.rank, slot) for slot in slots])
+                rank.sequences[request_id] = _Sequence(request, blocks)
                 rank.wake.set()
             else:
-                rank.free += slots
+                _give_back(rank, blocks)
         elif not is_same and not offer.is_source_gone:  # its KV is still where it was
             request.stage = Stage.WAITING_FOR_DECODE
             self._waiting.appendleft(offer)
@@ -359,7 +358,7 @@ class DecodeRanks:
 
     def _free(self, rank: _Rank, sequence: _Sequence) -> None:
         del rank.sequences[sequence.request.request_id]
-        rank.free += [slot for _, slot in sequence.blocks]
+        _give_back(rank, sequence.blocks)
 
     def requests(self) -> list[LiveRequest]:
         """All that wait, are copied or decode here."""
@@ -374,3 +373,7 @@ class DecodeRanks:
             slots = sorted([*rank.free, *held])
             if slots != list(range(self._settings.blocks_per_rank)) and not rank.num_arriving:
                 raise InvariantError(f"decode rank {rank.rank} has lost or doubled a slot")
+
+
+def _give_back(rank: _Rank, blocks: list[Address]) -> None:
+    rank.free += [slot for _, slot in blocks]

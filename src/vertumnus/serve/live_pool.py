@@ -57,6 +57,8 @@ from vertumnus.serve.ranks import Ranks
 from vertumnus.serve.telemetry import Telemetry
 
 _MAX_HASHERS = 1024
+_MAX_HASHED_BLOCKS = 2048
+"""Of prompts that are hashed at once, in a millisecond at most; longer ones chunk by chunk."""
 _MIN_RETRY_S = 1.0
 
 
@@ -276,8 +278,9 @@ class LivePool:
         return min((worker.outstanding_s(now_s) for worker in self.control_plane.workers.active), default=0.0)
 
     def _new_attempt(self, asked: GenerationRequest, tokens: "array[int]", arrival_s: float) -> PrefillRequest:
-        # The chain reads the tokens lazily, and they grow: a buffer of its own.
-        blocks = self._hasher(asked.tenant).chain(array("I", tokens))
+        # A long chain reads its tokens when it comes to them, and they grow: a buffer of its own.
+        chain = self._hasher(asked.tenant).chain(array("I", tokens))
+        blocks = chain.finish() if len(chain) <= _MAX_HASHED_BLOCKS else chain
         self._next_id += 1
         return PrefillRequest(self._next_id, arrival_s, len(tokens), blocks, asked.priority)
 

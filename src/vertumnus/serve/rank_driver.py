@@ -89,23 +89,26 @@ class RankDriver:
 
     async def copy(self, source: Sequence[Address], destination: Sequence[Address]) -> int:
         """Copies blocks between ranks; how many of them, from the first on, have arrived."""
-        pairs: dict[tuple[int, int], list[int]] = {}
-        for number, ((from_rank, _), (to_rank, _)) in enumerate(zip(source, destination, strict=True)):
-            pairs.setdefault((from_rank, to_rank), []).append(number)
-        arrived = [False] * len(source)
-
-        async def copy_pair(from_rank: int, to_rank: int, numbers: list[int]) -> None:
-            good = await self._copy_slots(
-                from_rank, [source[n][1] for n in numbers], to_rank, [destination[n][1] for n in numbers]
-            )
-            for number, is_good in zip(numbers, good, strict=True):
-                arrived[number] = is_good
-
-        await asyncio.gather(*(copy_pair(*pair, numbers) for pair, numbers in pairs.items()))
-        return arrived.index(False) if False in arrived else len(arrived)
+        slots: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        """By source and destination rank, the slots to read and those to write."""
+        for (from_rank, from_slot), (to_rank, to_slot) in zip(source, destination, strict=True):
+            pair = slots.get((from_rank, to_rank))
+            if pair is None:
+                pair = slots[from_rank, to_rank] = [], []
+            pair[0].append(from_slot)
+            pair[1].append(to_slot)
+        found = await asyncio.gather(*(self._copy_slots(*ranks, *pair) for ranks, pair in slots.items()))
+        if all(map(all, found)):
+            return len(source)
+        arrived = {ranks: iter(each) for ranks, each in zip(slots, found, strict=True)}
+        return next(
+            number
+            for number, ((from_rank, _), (to_rank, _)) in enumerate(zip(source, destination, strict=True))
+            if not next(arrived[from_rank, to_rank])
+        )
 
     async def _copy_slots(
-        self, from_rank: int, from_slots: list[int], to_rank: int, to_slots: list[int]
+        self, from_rank: int, to_rank: int, from_slots: list[int], to_slots: list[int]
     ) -> Sequence[bool]:
         deadline_s = self._loop.time() + self._settings.slot_wait_s
         while True:

@@ -56,6 +56,11 @@ def test_chains_that_come_and_go_are_found_as_long_as_they_live(
     for name, num_blocks in length.items():
         rows = [nodes.find(block) for block in blocks_of(name, 91)]
         assert rows == nodes.walk(iter(blocks_of(name, 91))).tolist() + [ROOT] * (91 - num_blocks)
+        for known in (num_blocks, num_blocks // 2, 91):  # a list is compared as a whole first
+            at_once = nodes.walk(list(blocks_of(name, known)))
+            assert at_once == nodes.walk(iter(blocks_of(name, known)))
+            below = nodes.walk(list(blocks_of(name, known)[1:]), rows[0])
+            assert below == at_once[1:]
 
 
 @given(head=st.integers(0, 30), tail=st.integers(0, 30), max_young=st.sampled_from([1, 1000]))

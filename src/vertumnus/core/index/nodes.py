@@ -117,6 +117,8 @@ class NodeTable:
 
         Reads the chain lazily: never further ahead than a quarter of what it has matched, or a handful of blocks.
         """
+        if isinstance(hashes, list) and (run := self._run_of(hashes, parent)):
+            return array("i", run)
         nodes = array("i")
         append, get, parents = nodes.append, self._young.get, self.parent.cells
         unread = iter(hashes)
@@ -133,6 +135,20 @@ class NodeTable:
         if len(nodes) == _SINGLE_BLOCKS:
             self._walk_stretches(nodes, unread, parent)
         return nodes
+
+    def _run_of(self, blocks: Sequence[bytes], parent: int) -> range | None:
+        """The rows of a whole chain below `parent` where they follow each other, as those of a path made at once do."""
+        start = self.find(blocks[0]) if blocks else ROOT
+        end = start + len(blocks)
+        if (
+            start
+            and end <= self.end
+            and self.parent.cells[start] == parent
+            and self.depth.cells[end - 1] == self.depth.cells[parent] + len(blocks)
+            and self.hash_bytes[HASH_BYTES * start : HASH_BYTES * end].tobytes() == b"".join(blocks)
+        ):
+            return range(start, end)
+        return None
 
     def _walk_stretches(self, nodes: "array[int]", unread: Iterator[bytes], parent: int) -> None:
         """Walks on: each stretch read is first compared as a whole with the rows that follow, then block by block."""
@@ -235,12 +251,14 @@ class NodeTable:
                 stored[node] = stored_s
                 parent = node
             return
-        places = np.array(rows, dtype=np.int32)
+        numbers = np.array(rows, dtype=np.int32)
+        is_run = rows == list(range(rows[0], rows[0] + len(rows)))
+        places = slice(rows[0], rows[-1] + 1) if is_run else numbers
         self.words.values.reshape(-1, 2)[places] = np.frombuffer(b"".join(blocks), dtype=np.uint64).reshape(-1, 2)
         self.depth.values[places] = np.arange(depth + 1, depth + 1 + len(rows))
-        above = np.concatenate(((parent,), places[:-1]))
-        self.parent.values[places] = above
-        self.first_child.values[above] = places
+        self.parent.values[places] = np.concatenate(((parent,), numbers[:-1]))
+        self.first_child.cells[parent] = rows[0]
+        self.first_child.values[places] = np.concatenate((numbers[1:], (ROOT,)))
         self.holder_set.values[places] = set_id
         self.stored_s.values[places] = stored_s
 
@@ -307,12 +325,17 @@ class NodeTable:
 
     def _blank(self, dead: "array[int]") -> None:
         """Forgets hash and demand of rows that hang in the tree no more and puts them on the free list."""
-        places = np.frombuffer(dead, dtype=np.int32)
+        first, last = min(dead), max(dead)
+        if last - first + 1 == len(dead):  # mostly a whole path: NumPy takes a run far faster than rows one by one
+            rows: Sequence[int] = range(first, last + 1)
+            places: slice | NDArray[np.int32] = slice(first, last + 1)
+        else:
+            rows, places = dead, np.frombuffer(dead, dtype=np.int32)
         words = self.words.values.reshape(-1, 2)
         hashes = words[places].view(_HASH_TYPE).ravel().tolist()
         young = list(map(self._young.pop, hashes, repeat(ROOT)))
         if not all(young):
-            self._forget_old([node for node, row in zip(dead, young, strict=True) if not row])
+            self._forget_old([node for node, row in zip(rows, young, strict=True) if not row])
         words[places] = 0
         if self.has_demand:
             self._cells[_FIRST_DEMAND_COLUMN:, places] = 0

@@ -51,7 +51,9 @@ class Job:
 def parse(model: type[Model], body: bytes) -> Model:
     """ApiError 400, naming the first field at fault, where the body is not such an object."""
     try:
-        with _no_collection(len(body)):
+        if len(body) < LARGE_BODY_BYTES:
+            return model.model_validate_json(body)
+        with _no_collection():
             return model.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -62,10 +64,10 @@ def parse(model: type[Model], body: bytes) -> Model:
 
 
 @contextmanager
-def _no_collection(num_bytes: int) -> Iterator[None]:
+def _no_collection() -> Iterator[None]:
     """A large body of many small lists would set off the garbage collector again and again, with nothing to find:
     most of the time that it holds the loop up."""
-    if num_bytes < LARGE_BODY_BYTES or not gc.isenabled():
+    if not gc.isenabled():
         yield
         return
     gc.disable()
