@@ -59,8 +59,6 @@ def assert_copy_keeps_its_promise(pool: Pool, plan: CopyPlan, bring: dict[int, s
     assert there.issuperset(path[: -len(plan.blocks)])
     if plan.kind is CopyKind.INTRA:
         assert pool.naive.workers[source].degree == plan.degree
-    else:
-        assert pool.naive.replica_count(plan.block, plan.degree) == 0
 
 
 @given(pools(), st.sampled_from([1, 2, 5, 100]))
@@ -89,8 +87,11 @@ def test_every_copy_keeps_its_promise(pool: Pool, max_blocks_per_copy: int) -> N
         assert len(arriving) <= settings.max_intake_ratio * pool.loads[worker_id].capacity_blocks
     for kind, name in ((CopyKind.INTER, "inter"), (CopyKind.INTRA, "intra")):
         for plan in (p for p in result.replications if p.kind is kind):
+            # A copy that is cut may end where the degree has a replica; what it is on its way to must be a candidate.
             below = [b for b, degree in candidates[name] if degree == plan.degree and plan.block in pool.naive.path(b)]
             assert below, "neither the block nor anything below it is a candidate"
+            if kind is CopyKind.INTER:
+                assert any(pool.naive.replica_count(b, plan.degree) == 0 for b in below)
         planned = [(p.block, p.degree) for p in result.replications if p.kind is kind]
         if max_blocks_per_copy == 100:
             for block, degree in planned:
