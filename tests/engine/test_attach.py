@@ -35,6 +35,11 @@ def attached(sock: socket.socket, pool_config: PoolConfig):
     return RankPool.attach(PoolConfig(**{**plain(pool_config), "listen_fd": sock.fileno(), "token": TOKEN}))
 
 
+def num_waiting(sock: socket.socket) -> int:
+    """Connections that nobody has accepted yet: what Linux says of a listening socket in `tcpi_unacked`."""
+    return int.from_bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)[24:28], sys.byteorder)
+
+
 async def _held_bytes(pool: RankPool, rank: int, slot: int) -> bytes:
     lease = await pool.lease(rank, [slot])
     assert isinstance(lease, Lease)
@@ -124,6 +129,9 @@ def test_a_step_under_way_runs_to_its_end_and_what_was_queued_behind_it_is_dropp
         with listening() as sock:
             with Router(sock.fileno(), plain(told_config), geometry={0: 1, 1: 1}, steps=held, num_held=2) as router:
                 await router.found()
+            # Launcher and ranks have noticed that their router is gone, and dropped what was queued.
+            while num_waiting(sock) < 3:
+                await asyncio.sleep(0.01)
             attaching = asyncio.create_task(attached(sock, told_config))
             await asyncio.sleep(0)
             Path(gate).touch()

@@ -129,8 +129,9 @@ class Roster:
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # its threads would not survive a fork
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(encode(0, self._launch_message()))
-        self._process.stdin.close()
+        with contextlib.suppress(OSError, RuntimeError):  # it has ended already, which is said below
+            self._process.stdin.write(encode(0, self._launch_message()))
+            self._process.stdin.close()
         came = asyncio.create_task(self._launcher_came.wait())
         ended = asyncio.create_task(self._process.wait())
         timeout_s = self._config.start_timeout_s
