@@ -65,7 +65,7 @@ class Comparison:
     def _correlation(self) -> dict[str, float | None]:
         """Over requests: Pearson's of the logarithms of TTFT, and Spearman's; None where one side does not vary."""
         live, simulated = self.live.ttft_s[self.is_measured], self.simulated.ttft_s[self.is_measured]
-        if len(live) < MIN_CORRELATED or np.ptp(live) == 0 or np.ptp(simulated) == 0:
+        if len(live) < MIN_CORRELATED or min(np.ptp(np.log(live)), np.ptp(np.log(simulated))) < 1e-10:
             return {"pearson_of_log_ttft": None, "spearman_of_ttft": None}
         return {
             "pearson_of_log_ttft": float(stats.pearsonr(np.log(live), np.log(simulated)).statistic),
