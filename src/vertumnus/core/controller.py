@@ -24,6 +24,14 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self.arrival_s)
 
+    def part(self, start: int, end: int) -> "Arrivals":
+        """Arrivals [start, end), as far as there are any; their instants stay as they are."""
+        return Arrivals(
+            arrival_s=self.arrival_s[start:end],
+            input_tokens=self.input_tokens[start:end],
+            prefix_tokens=self.prefix_tokens[start:end],
+        )
+
 
 _NONE = Arrivals(arrival_s=np.empty(0), input_tokens=np.empty(0), prefix_tokens=np.empty(0))
 

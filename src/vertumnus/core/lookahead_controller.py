@@ -199,13 +199,15 @@ class LookaheadController:
         assert self._shadows is not None
         compositions = self._shadows.compositions
         if len(window.arrivals):
-            surge, ratio = _first(window.arrivals), self._surge_ratio(window)
+            surge, ratio = window.arrivals.part(0, _SURGE_REQUESTS), self._surge_ratio(window)
             since_s = surge.arrival_s - window.start_s
             surge = replace(surge, arrival_s=window.start_s + since_s / ratio)
             self._surges.add(finish(Shadows(compositions, self.cost_model).replay(surge)))
             self._surge_requests = ratio * len(window.arrivals)
         if self._before is not None and len(self._before) and not self._returns.counts:
-            self._returns.add(finish(Shadows(compositions, self.cost_model).replay(_first(self._before))))
+            self._returns.add(
+                finish(Shadows(compositions, self.cost_model).replay(self._before.part(0, _SURGE_REQUESTS)))
+            )
 
     def _surge_ratio(self, window: Window) -> float:
         """What comes `surge_ratio` times as fast, or as fast as the pool can serve at all: at its smallest degree."""
@@ -336,15 +338,6 @@ class LookaheadController:
             errors.append((sum(each.work_squared_s2 for each in part) / num_requests - mean**2) / num_requests)
         # Requests of one length have no variance; what rounding makes of their mean is no news.
         return bool(abs(means[0] - means[1]) > sigmas * np.sqrt(max(sum(errors), 0.0)) + 1e-6 * means[0])
-
-
-def _first(arrivals: Arrivals) -> Arrivals:
-    """Enough of them to tell, and a bounded number."""
-    return Arrivals(
-        arrival_s=arrivals.arrival_s[:_SURGE_REQUESTS],
-        input_tokens=arrivals.input_tokens[:_SURGE_REQUESTS],
-        prefix_tokens=arrivals.prefix_tokens[:_SURGE_REQUESTS],
-    )
 
 
 def _with_queued(queued: Arrivals, arrivals: Arrivals) -> Arrivals:

@@ -53,9 +53,10 @@ class Steering:
     def end_window(self, waiting: Sequence[PrefillRequest], now_s: float) -> None:
         """Closes the window and asks the controller; `waiting` are the requests without a worker."""
         workers = self._workers.all()
-        queued = [item.request for worker in workers for item in worker.queue.items() if not item.started]
+        items = [item for worker in workers for item in worker.queue.items()]
+        not_started = [*(item.request for item in items if not item.started), *waiting]
         backlog_s = sum(worker.outstanding_s(now_s) for worker in workers)
-        window = self.windows.close(backlog_s, [request.arrival_s for request in (*queued, *waiting)])
+        window = self.windows.close(backlog_s, [request.arrival_s for request in not_started])
         self.last_window, self.last_proposal = window, None
         for worker in workers:
             worker.reused_blocks *= _REUSE_DECAY
@@ -64,8 +65,8 @@ class Steering:
             return
         if self.is_paused:
             return
-        queued = [item.request for worker in workers for item in worker.queue.items()]
-        proposal = self.controller.observe(window, self._pool_state([*queued, *waiting], now_s))
+        queued = [*(item.request for item in items), *waiting]
+        proposal = self.controller.observe(window, self._pool_state(queued, now_s))
         if proposal is not None:
             self.target = proposal.target
             self.last_proposal = proposal

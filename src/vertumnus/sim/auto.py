@@ -83,7 +83,7 @@ def by_rollout(
 
     The first arrivals choose a shortlist, on which all of them then decide.
     """
-    shortlist = [choices[row] for row in _ranked(choices, part_of(arrivals, 0, SHORTLIST_REQUESTS), profile)[0]]
+    shortlist = [choices[row] for row in _ranked(choices, arrivals.part(0, SHORTLIST_REQUESTS), profile)[0]]
     shortlist = shortlist[: max(SHORTLIST_COMPOSITIONS, num_best)]
     order, mean_s = _ranked(shortlist, arrivals, profile)
     return [(shortlist[row], mean_s[row]) for row in order[:num_best]]
@@ -93,15 +93,6 @@ def _ranked(choices: Sequence[Composition], arrivals: Arrivals, profile: Profile
     """(rows of the compositions, best first; predicted mean TTFT by row)."""
     mean_s = finish(Shadows(choices, profile.cost_model()).replay(arrivals)).ttft_s.mean(axis=0)
     return np.argsort(mean_s, kind="stable").tolist(), mean_s.tolist()
-
-
-def part_of(arrivals: Arrivals, start: int, end: int) -> Arrivals:
-    """Some consecutive arrivals; their instants stay as they are."""
-    return Arrivals(
-        arrival_s=arrivals.arrival_s[start:end],
-        input_tokens=arrivals.input_tokens[start:end],
-        prefix_tokens=arrivals.prefix_tokens[start:end],
-    )
 
 
 def by_capacity(

@@ -25,7 +25,6 @@ from vertumnus.sim.auto import (
     candidates,
     history,
     length_mix,
-    part_of,
 )
 from vertumnus.sim.compare import Cell, CellResult, PolicyMaker, run_cells
 from vertumnus.sim.headroom import load_ratio
@@ -292,7 +291,7 @@ class Planner:
             self.trace, 0, self.trace.num_requests, self._blocks_per_rank(), self.settings.node_gpus
         )
         rows = [*np.searchsorted(whole.arrival_s, self._edges_s[:-1]).tolist(), len(whole)]
-        return [part_of(whole, start, end) for start, end in pairwise(rows)]
+        return [whole.part(start, end) for start, end in pairwise(rows)]
 
     def _headroom_ratios(self, composition: Composition, kappa: dict[int, float]) -> tuple[float, ...]:
         costs = self.profile.cost_model()
@@ -322,7 +321,7 @@ class Planner:
     def _best_in_window(self, recommended: Composition, num_gpus: int, arrivals: Arrivals) -> Composition:
         if len(arrivals) < 2:
             return recommended
-        first = part_of(arrivals, 0, WINDOW_ROLLOUT_REQUESTS)
+        first = arrivals.part(0, WINDOW_ROLLOUT_REQUESTS)
         choices = candidates(self._topology(num_gpus), self.profile, first, self.settings.slo)
         ((best, best_s),) = by_rollout(choices, first, self.profile)
         ((_, recommended_s),) = by_rollout([recommended], first, self.profile)
