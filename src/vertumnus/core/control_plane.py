@@ -777,8 +777,6 @@ class ControlPlane:
         if self._steering is None:
             self._steering = self._make_steering(HoldingController())
             self._steering.windows.start_s = now_s
-        if self._replicator is not None:
-            self._replicator.due_s = now_s + self._replicator.interval_s
         return self._steering
 
     def _on_rank_confirmed(self, event: RankConfirmed, now_s: float) -> list[Action]:
