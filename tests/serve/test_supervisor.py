@@ -10,7 +10,7 @@ from tests.serve.real import tiny_model
 from vertumnus.serve import supervisor
 from vertumnus.serve.config import config_from
 from vertumnus.serve.router_spec import RouterReport
-from vertumnus.serve.supervisor import Supervisor
+from vertumnus.serve.supervisor import ServerFailed, Supervisor
 
 WAITING = "import sys; sys.stdin.read()"
 """A router that says nothing, and ends by a signal or with its supervisor."""
@@ -23,15 +23,16 @@ def config():
     return config_from({"model": str(tiny_model.folder()), "port": 0, "drain_timeout_s": 0.0})
 
 
-def start_routers(monkeypatch, program, then=lambda: None):
+def start_routers(monkeypatch, program, then=lambda router: None):
     """Has the supervisor start this instead of a router; `then` is called before it knows of it."""
     started = []
     real = subprocess.Popen
 
-    def start(command, *, stdin, pass_fds, **_):
-        router = real([sys.executable, "-c", program, str(pass_fds[-1])], stdin=stdin, pass_fds=pass_fds)
+    def start(command, *, stdin, bufsize, pass_fds, **_):
+        command = [sys.executable, "-c", program, str(pass_fds[-1])]
+        router = real(command, stdin=stdin, bufsize=bufsize, pass_fds=pass_fds)
         started.append(router)
-        then()
+        then(router)
         return router
 
     monkeypatch.setattr(supervisor.subprocess, "Popen", start)
@@ -39,7 +40,7 @@ def start_routers(monkeypatch, program, then=lambda: None):
 
 
 def test_sigterm_while_a_router_is_being_started_reaches_it(monkeypatch, config):
-    started = start_routers(monkeypatch, WAITING, lambda: signal.raise_signal(signal.SIGTERM))
+    started = start_routers(monkeypatch, WAITING, lambda _: signal.raise_signal(signal.SIGTERM))
     Supervisor(config, lambda _: None).run()
     assert [each.returncode for each in started] == [-signal.SIGTERM], "told to end, not killed for not ending"
 
@@ -50,3 +51,9 @@ def test_sigterm_between_two_routers_starts_no_other(monkeypatch, config):
     monkeypatch.setattr(stopped, "_note_restart", lambda: signal.raise_signal(signal.SIGTERM))
     stopped.run()
     assert [each.returncode for each in started] == [7]
+
+
+def test_a_router_that_died_before_it_was_told_anything_is_one_that_could_not_start(monkeypatch, config):
+    start_routers(monkeypatch, "import os; os._exit(7)", lambda router: router.wait())
+    with pytest.raises(ServerFailed, match="could not start: the router ended with exit status 7"):
+        Supervisor(config, lambda _: None).run()

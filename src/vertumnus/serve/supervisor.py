@@ -95,6 +95,7 @@ class Supervisor:
             router = self._router = subprocess.Popen(
                 [sys.executable, "-m", "vertumnus.serve.router"],
                 stdin=subprocess.PIPE,
+                bufsize=0,  # what a dead router did not take must not come up again when the pipe is closed
                 stdout=sys.stderr.fileno(),
                 pass_fds=[spec.http_fd, spec.pool_fd, report_fd],
                 start_new_session=True,  # an interrupt at the terminal is ours to deal with
@@ -107,8 +108,9 @@ class Supervisor:
                 router.send_signal(signal.SIGTERM)
             try:
                 with contextlib.suppress(BrokenPipeError):
-                    router.stdin.write(replace(spec, report_fd=report_fd).to_line())
-                    router.stdin.flush()
+                    untold = memoryview(replace(spec, report_fd=report_fd).to_line())
+                    while untold:
+                        untold = untold[router.stdin.write(untold) :]
                 for line in self._lines(router, pipe):
                     report = RouterReport.from_line(line)
                     if report.kind == "ready":
@@ -177,8 +179,11 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _pid_fd(pid: int) -> Iterator[int]:
-    """Readable once the process has ended."""
-    fd = os.pidfd_open(pid)
+    """Readable once the process has ended, be it reaped already (a signal sent by `Popen` looks first)."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        fd = os.eventfd(1)
     try:
         yield fd
     finally:
