@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vertumnus.core.composition import Composition
 from vertumnus.core.controller import Arrivals, PoolState, Proposal, Reason, Window
@@ -67,8 +66,9 @@ class LookaheadSettings:
 
     surge_ratio: float = 3.0
     """Arrivals of a surge, which may come at any time, over those of now; never more than the pool could serve."""
-    reaction_windows: float = 2.0
-    """How long a surge lasts until the pool has been changed; 0: surges are not thought of."""
+    reaction_windows: float = 1.0
+    """How long a surge is expected to last until the pool has been changed, two windows or more, times how likely
+    traffic is to end in one; 0: surges are not thought of."""
 
     def __post_init__(self) -> None:
         for name in ("min_gain_ratio", "urgent_gain_ratio"):
@@ -220,35 +220,32 @@ class LookaheadController:
         return max(1.0, min(self.settings.surge_ratio, could_s / float(work_s.sum())))
 
     def _best(self, row: int, mean_ttft_s: FloatArray) -> int:
-        """The composition to go for. Of many that were seen on few requests, the one that looks best is mostly one that
-        was lucky, so that doubt counts against each; but where the pool is far from right, any of the best will do."""
-        settings = self.settings
-        is_open = self._is_open(row, mean_ttft_s)
-        best = int(np.where(is_open, mean_ttft_s, np.inf).argmin())
-        if mean_ttft_s[best] <= (1.0 - settings.urgent_gain_ratio) * mean_ttft_s[row]:
-            return best
-        doubt_s = settings.doubt_sigmas * self._evidence.standard_errors_s(row, self._waits.ratio)
-        return int(np.where(is_open, mean_ttft_s + doubt_s, np.inf).argmin())
+        """The composition to go for: of least TTFT over all requests that are to be thought of.
 
-    def _is_open(self, row: int, mean_ttft_s: FloatArray) -> NDArray[np.bool_]:
-        """Which compositions may be gone to: [K].
-
-        Under the same traffic one that was entered twice is not entered a third time. And what one saves, over as long
-        again as the traffic has been what it is, must be worth more than what it would lose until the pool has been
-        changed if a surge came then: few large workers serve light traffic best, and lose most when it ends.
+        Those are as many again as the traffic has had so far, and those of a surge and of the traffic before until the
+        pool has been changed: few large workers serve light traffic best, and lose most when it ends. Of many
+        compositions that were seen on few requests, the one that looks best is mostly one that was lucky, so that doubt
+        counts against each; but where the pool is far from right, any of the best will do. Under the same traffic one
+        that was entered twice is not entered a third time.
         """
         assert self._shadows is not None
-        is_open = np.array([self._entered[each] < 2 for each in self._shadows.compositions])
-        expected_s = sum(each.num_requests for each in self._traffic) * mean_ttft_s
+        settings = self.settings
+        num_requests = sum(each.num_requests for each in self._traffic)
+        total_s = num_requests * mean_ttft_s
         for surges, per_window in (
             (self._surges, self._surge_requests),
             (self._returns, 0 if self._before is None else len(self._before)),
         ):
             if surges.counts:
-                lost_s = self.settings.reaction_windows * per_window * surges.mean_ttft_s(self._waits.ratio)
-                is_open &= expected_s + lost_s <= (expected_s + lost_s)[row]
+                total_s += settings.reaction_windows * per_window * surges.mean_ttft_s(self._waits.ratio)
+        is_open = np.array([self._entered[each] < 2 for each in self._shadows.compositions])
+        is_open &= total_s <= total_s[row]
         is_open[row] = True
-        return is_open
+        best = int(np.where(is_open, mean_ttft_s, np.inf).argmin())
+        if mean_ttft_s[best] <= (1.0 - settings.urgent_gain_ratio) * mean_ttft_s[row]:
+            return best
+        doubt_s = settings.doubt_sigmas * self._evidence.standard_errors_s(row, self._waits.ratio)
+        return int(np.where(is_open, total_s + num_requests * doubt_s, np.inf).argmin())
 
     def use_costs(self, cost_model: CostModel) -> None:
         """Another cost model: what was learnt with the old one is forgotten."""
