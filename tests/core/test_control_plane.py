@@ -277,6 +277,24 @@ def test_a_step_packs_requests_up_to_its_budget_and_cuts_the_last_one():
     assert [(item.start_tokens, item.end_tokens, item.is_first) for item in step.items] == [(30, 80, False)]
 
 
+def test_requests_are_packed_as_long_as_the_steps_spared_outweigh_the_waiting_for_each_other():
+    driver = Driver("1x1", step_tokens=1000)  # a step costs 1 s, a token 0.01 s
+    for number, tokens in enumerate((50, 60, 60, 60, 60, 200)):
+        driver.arrive(number, input_tokens=tokens)
+    # Waiting of 0.6, 1.2 and 1.8 s spares 4, 3 and 2 s; that of 4 * 2 s for the last would spare one.
+    assert started(driver.finish(0)) == [(0, [1, 2, 3, 4])]
+    assert started(driver.finish(0)) == [(0, [5])]
+
+
+def test_a_long_prompt_does_not_fill_up_the_step_of_a_short_one():
+    driver = Driver("1x1", step_tokens=200)
+    driver.arrive(0, input_tokens=50)
+    driver.arrive(1, input_tokens=20)
+    driver.arrive(2, input_tokens=300)
+    assert started(driver.finish(0)) == [(0, [1])]
+    assert started(driver.finish(0)) == [(0, [2])]
+
+
 def test_under_shortest_first_a_short_request_goes_before_a_long_one_that_came_earlier():
     driver = Driver("1x1", discipline=Discipline.SHORTEST)
     driver.arrive(0)

@@ -528,7 +528,18 @@ class ControlPlane:
         items: list[StepItem] = []
         duration_s = 0.0
         has_room = None if budget is None else self._room_at(worker)
-        while (queued := worker.queue.pop_ready(has_room)) is not None:
+        fixed_s = self.cost_model.coefficients[worker.degree].d
+
+        def pays_to_join(queued: QueuedRequest) -> bool:
+            """All in a step end together: one more makes those before it wait for its work, and spares itself and all
+            behind it the fixed cost of a step."""
+            if not items or budget is None:
+                return True
+            num_tokens = min(budget, queued.request.input_tokens - queued.prefix_tokens)
+            work_s = self.cost_model.prefill_s(num_tokens, queued.prefix_tokens, worker.degree) - fixed_s
+            return len(items) * work_s <= len(worker.queue) * fixed_s
+
+        while (queued := worker.queue.pop_ready(has_room, pays_to_join)) is not None:
             length = queued.request.input_tokens
             end = length if budget is None else min(length, queued.prefix_tokens + budget)
             num_tokens = end - queued.prefix_tokens
@@ -550,7 +561,7 @@ class ControlPlane:
                 break
         if not items:
             return []
-        duration_s -= (len(items) - 1) * self.cost_model.coefficients[worker.degree].d
+        duration_s -= (len(items) - 1) * fixed_s
         worker.running_end_s = now_s + duration_s
         self._workers.changed(worker)
         return [StartStep(worker.worker_id, worker.epoch, tuple(items))]

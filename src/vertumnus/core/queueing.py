@@ -75,8 +75,12 @@ class WorkerQueue:
         bisect = bisect_left if self.discipline is Discipline.FIFO else bisect_right
         self._insert(bisect(self._keys, key), key, item)
 
-    def pop_ready(self, has_room: Callable[[PrefillRequest], bool] | None = None) -> QueuedRequest | None:
-        """Takes the first request that awaits no copy and no other request; None if there is none.
+    def pop_ready(
+        self,
+        has_room: Callable[[PrefillRequest], bool] | None = None,
+        is_wanted: Callable[[QueuedRequest], bool] | None = None,
+    ) -> QueuedRequest | None:
+        """Takes the first request that awaits no copy and no other request; None if there is none or it is not wanted.
 
         Where `has_room` says that one cannot begin yet, none behind it does either, so that it is not starved; those
         that have begun go on.
@@ -89,7 +93,7 @@ class WorkerQueue:
                 may_begin = may_begin and has_room(item.request)
                 if not may_begin:
                     continue
-            return self._take(position)
+            return self._take(position) if is_wanted is None or is_wanted(item) else None
         return None
 
     def remove_not_started(self) -> list[QueuedRequest]:

@@ -26,7 +26,8 @@ class ControlPlaneSettings:
     ageing: float = 10.0
     """Seconds of arrival order that one second of predicted service is worth under shortest-first."""
     step_tokens: int | None = None
-    """Token budget of a step: longer prompts are chunked, shorter ones packed. None: one whole request a step."""
+    """Token budget of a step: longer prompts are chunked, shorter ones packed where that is the less waiting. None: one
+    whole request a step."""
     max_sequence_tokens: int | None = None
     window_s: float = 20.0
     """Observation window of the controller."""
