@@ -11,7 +11,7 @@ from vertumnus.core.placement import VertumnusPolicy
 from vertumnus.core.profile import load_profile
 from vertumnus.reproduction.cells import Cell, measured, series
 from vertumnus.reproduction.experiments.ablations import TERMS, WithoutTerm, coarser, wrong_costs
-from vertumnus.reproduction.traffic import halves
+from vertumnus.reproduction.traffic import Workload, halves
 from vertumnus.sim.compare import policy_maker
 from vertumnus.sim.metrics import RequestRecords
 from vertumnus.sim.simulate import SimulationSettings, simulate
@@ -55,6 +55,19 @@ def test_halves_share_no_request_and_keep_their_order():
     middle = TRACE.num_requests // 2
     assert np.array_equal(traffic.tuning.input_tokens, TRACE.input_tokens[middle - 50 : middle])
     assert np.array_equal(traffic.held_out.input_tokens, TRACE.input_tokens[middle : middle + 60])
+
+
+def test_an_excerpt_has_the_beginning_of_every_window_at_its_rate():
+    windows = 3
+    traffic = Workload(name="any", tuning=TRACE, held_out=TRACE, num_windows=windows)
+    excerpt = traffic.excerpt(TRACE.num_requests // 2)
+    excerpt.check_invariants()
+    window_s = TRACE.duration_s / windows
+    is_first_half = TRACE.arrival_s % window_s <= window_s / 2
+    is_first_half[-1] = False  # the last arrival ends the last window, and begins none
+    assert np.array_equal(excerpt.input_tokens, TRACE.input_tokens[is_first_half])
+    assert excerpt.mean_rate_per_s == pytest.approx(TRACE.mean_rate_per_s, rel=0.15)
+    assert traffic.excerpt(10 * TRACE.num_requests).num_requests == TRACE.num_requests
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])

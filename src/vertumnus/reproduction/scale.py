@@ -16,7 +16,7 @@ class Scale:
     """Requests of the short runs that rank compositions in hindsight."""
     max_compositions: int = 8
     """Compositions searched at each rate."""
-    num_finalists: int = 1
+    num_finalists: int = 2
     """Of them, compositions that are then run in full."""
     production_rate_per_s: float = 2.0
     """Mean rate at which the production day is synthesised; its windows are then played faster."""
@@ -42,7 +42,7 @@ FULL = replace(
     tuning_requests=6_000,
     search_requests=4_000,
     max_compositions=24,
-    num_finalists=3,
+    num_finalists=4,
     has_full_grids=True,
     phase_s=660.0,
     quality_gpus=(64, 256, 1024, 4096),

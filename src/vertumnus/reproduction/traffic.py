@@ -31,6 +31,20 @@ class Workload:
     name: str
     tuning: Trace
     held_out: Trace
+    num_windows: int = 1
+    """Equally long windows, hours apart, that both parts are joined from."""
+
+    def excerpt(self, num_requests: int) -> Trace:
+        """About so many requests of the second part: the beginning of each of its windows, joined."""
+        trace = self.held_out
+        if num_requests >= trace.num_requests:
+            return trace
+        window_s = trace.duration_s / self.num_windows
+        kept_s = window_s * num_requests / trace.num_requests
+        window = np.minimum(trace.arrival_s // window_s, self.num_windows - 1)
+        since_s = trace.arrival_s - window * window_s
+        rows = np.flatnonzero(since_s <= kept_s)
+        return replace(trace.selected(rows), arrival_s=(window * kept_s + since_s)[rows])
 
     def capacity_per_s(self, profile: Profile, num_gpus: int) -> float:
         """Mean rate at which the smallest degree would be busy all the time in the busiest sixth of the traffic.
@@ -61,7 +75,12 @@ def workload(bench: Bench, name: str) -> Workload:
         day = whole(bench, name)
         length_s = min(WINDOW_S, 2 * size / (NUM_WINDOWS * rate_per_s))
         tuning_s = min(WINDOW_S, 2 * tuning / (NUM_WINDOWS * rate_per_s))
-        return Workload(name=name, tuning=_windows(day, 0.0, tuning_s), held_out=_windows(day, 7200.0, length_s))
+        return Workload(
+            name=name,
+            tuning=_windows(day, 0.0, tuning_s),
+            held_out=_windows(day, 7200.0, length_s),
+            num_windows=NUM_WINDOWS,
+        )
     return halves(name, whole(bench, name), tuning, size)
 
 

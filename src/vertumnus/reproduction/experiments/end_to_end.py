@@ -32,8 +32,8 @@ def _run(bench: Bench, *, workload_name: str, profile_name: str) -> Outcome:
     composition = planned(bench, traffic, profile)
     parameters = tuned(bench, traffic, profile, composition, [*BASELINES, "paper"])
     one = _one_composition(bench, traffic, profile, composition, parameters, rates)
-    hindsight = _in_hindsight(bench, traffic, profile, composition, parameters, rates)
-    rows = bench.measure(one) + hindsight
+    rows = bench.measure(one)
+    rows += _in_hindsight(bench, traffic, profile, composition, parameters, rates, rows)
     notes = [
         f"plan recommends {composition} (from the tuning half, at load 0.75)",
         f"load 1 is {capacity_per_s:.1f} requests/s; parameters chosen at load {TUNING_LOAD}",
@@ -85,19 +85,24 @@ def _in_hindsight(
     composition: Composition,
     parameters: Mapping[str, Options],
     rates: Mapping[float, float],
+    on_recommended: Sequence[Row],
 ) -> list[Row]:
-    """The rows of the baselines on their best compositions, and of ours, adaptive from what history suggests."""
+    """The rows of the baselines on their best compositions, and of ours, adaptive from what history suggests.
+
+    Short runs rank the compositions, the best few are run in full; and `on_recommended`, the rows of the first setting,
+    count as tried.
+    """
     policies = BASELINES if bench.scale.has_full_grids else STRONG_BASELINES
-    size = bench.scale.search_requests
+    excerpt = traffic.excerpt(bench.scale.search_requests * (2 if traffic.num_windows > 1 else 1))
     search = []
     for load, rate_per_s in rates.items():
-        short = traffic.held_out.rescaled(rate_per_s).limited(size)
         for choice in _choices(bench, traffic, profile, composition, rate_per_s):
             for policy in policies:
                 cell = Cell(
                     columns={"setting": IN_HINDSIGHT, "workload": traffic.name, "profile": profile.name, "load": load}
                     | {"policy": policy, "parameters": options_text(parameters[policy])},
-                    trace=short,
+                    trace=excerpt,
+                    rate_per_s=rate_per_s,
                     profile=profile,
                     make_policy=policy_maker(policy, **parameters[policy]),
                     settings=replace(settings(bench), composition=choice, is_fixed=True),
@@ -108,12 +113,13 @@ def _in_hindsight(
         key = (cell.columns["load"], cell.columns["policy"])
         ranked.setdefault(key, []).append((mean_ttft_s(row), index))
     finals = [
-        replace(search[index], trace=traffic.held_out, rate_per_s=rates[load])
-        for (load, _), tried in ranked.items()
+        replace(search[index], trace=traffic.held_out)
+        for tried in ranked.values()
         for _, index in sorted(tried)[: bench.scale.num_finalists]
     ]
+    known = [{**row, "setting": IN_HINDSIGHT} for row in on_recommended if row["policy"] in policies]
     best: dict[tuple[float, str], Row] = {}
-    for row in bench.measure(finals):
+    for row in [*known, *bench.measure(finals)]:
         key = (row["load"], row["policy"])
         if key not in best or mean_ttft_s(row) < mean_ttft_s(best[key]):
             best[key] = row

@@ -6,6 +6,7 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
+from vertumnus.core.placement import VertumnusPolicy
 from vertumnus.core.profile import load_profile
 from vertumnus.core.queueing import Discipline
 from vertumnus.reproduction import figures
@@ -21,6 +22,8 @@ from vertumnus.sim.compare import policy_maker
 
 LOADS = (0.2, 0.5, 0.65, 0.8, 0.9)
 OURS, PAPER = "vertumnus", "vertumnus-paper"
+STEP_TOKENS = (8_192, 32_768)
+"""Step budgets that are tried beside: what a short prompt may have to wait for."""
 
 
 def _run(bench: Bench) -> Outcome:
@@ -36,6 +39,10 @@ def _run(bench: Bench) -> Outcome:
         pools = [
             (label, improvements.policy(parameters["paper"]), improvements.settings(base), "")
             for label, improvements in steps().items()
+        ]
+        pools += [
+            (f"{OURS}, steps of {tokens:,} tokens", VertumnusPolicy, replace(base, step_tokens=tokens), "")
+            for tokens in STEP_TOKENS
         ]
         for policy in STRONGEST_BASELINES:
             for discipline in Discipline:
