@@ -23,7 +23,7 @@ import uvloop
 from vertumnus.bench.held_up import HeldUp
 from vertumnus.core.composition import Composition, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane
-from vertumnus.core.controller import Controller, PoolState, Proposal, Window
+from vertumnus.core.controller import Controller, PatientController, PoolState, Proposal, Window
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.cost import Coefficients, CostModel
 from vertumnus.core.index.replication import ReplicationSettings
@@ -33,6 +33,7 @@ from vertumnus.core.profile import load_profile
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.settings import ControlPlaneSettings
+from vertumnus.core.slices import Slices, finish
 from vertumnus.errors import VertumnusError
 from vertumnus.serve.garbage import collect_rarely
 from vertumnus.serve.http import HttpConfig, create_app, serve_http
@@ -131,17 +132,33 @@ def _read(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 class _TimedController:
-    """Another controller, and the longest that it took: CPU seconds."""
+    """Another controller, and the longest that it took at once: CPU seconds."""
 
     def __init__(self, controller: Controller, is_followed: bool) -> None:
         self._controller, self._is_followed = controller, is_followed
         self.longest_s = 0.0
 
     def observe(self, window: Window, state: PoolState) -> Proposal | None:
-        begin_s = time.thread_time()
-        proposal = self._controller.observe(window, state)
-        self.longest_s = max(self.longest_s, time.thread_time() - begin_s)
-        return proposal if self._is_followed else None
+        return finish(self.observing(window, state))
+
+    def observing(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
+        if isinstance(self._controller, PatientController):
+            slices = self._controller.observing(window, state)
+        else:
+            slices = self._at_once(window, state)
+        while True:
+            begin_s = time.thread_time()
+            try:
+                next(slices)
+            except StopIteration as finished:
+                return finished.value if self._is_followed else None
+            finally:
+                self.longest_s = max(self.longest_s, time.thread_time() - begin_s)
+            yield
+
+    def _at_once(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
+        yield from ()
+        return self._controller.observe(window, state)
 
 
 class _Figures:

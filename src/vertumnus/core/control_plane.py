@@ -216,8 +216,8 @@ class ControlPlane:
         """The instant at which a `TimerFired` is wanted, or None."""
         due_s = self._reconfiguration.next_deadline_s if self._reconfiguration.in_transition else None
         if self._steering is not None:
-            window_end_s = self._steering.windows.end_s
-            due_s = window_end_s if due_s is None else min(due_s, window_end_s)
+            steering_due_s = self._steering.due_s
+            due_s = steering_due_s if due_s is None else min(due_s, steering_due_s)
         if self._replicator is not None:
             slice_due_s = self._replicator.due_s
             due_s = slice_due_s if due_s is None else min(due_s, slice_due_s)
@@ -759,10 +759,10 @@ class ControlPlane:
         deadline_s = self._reconfiguration.next_deadline_s
         if deadline_s is not None and deadline_s <= now_s:
             actions += self._apply(self._reconfiguration.tick(now_s), now_s)
-        if self._steering is not None and self._steering.windows.end_s <= now_s:
+        if self._steering is not None and self._steering.due_s <= now_s:
             waiting = [*(request for request, _ in self._waiting), *self._handovers.suspended]
-            self._steering.end_window(waiting, now_s)
-            actions += self._move_towards_target(now_s)
+            if self._steering.advance(waiting, now_s):
+                actions += self._move_towards_target(now_s)
         if self._replicator is not None and self._replicator.due_s <= now_s:
             actions += self._advance_scan(self._replicator, now_s)
         return actions

@@ -4,12 +4,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from vertumnus.core.composition import Composition, Layout, Operation, OperationCost, RankGroup, Topology
 from vertumnus.core.cost import FloatArray
+from vertumnus.core.slices import Slices
 from vertumnus.errors import ConfigError
 
 
@@ -151,6 +152,15 @@ class Controller(Protocol):
 
     def observe(self, window: Window, state: PoolState) -> Proposal | None:
         """A proposal, or None to stay."""
+        ...
+
+
+@runtime_checkable
+class PatientController(Controller, Protocol):
+    """One that can take its time: a live loop takes other turns between two slices of an observation."""
+
+    def observing(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
+        """`observe` in slices. One observation ends, or is given up, before the next begins."""
         ...
 
 

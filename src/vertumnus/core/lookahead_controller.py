@@ -26,7 +26,7 @@ from vertumnus.core.cost import CostModel, FloatArray
 from vertumnus.core.evidence import Evidence, WaitRatio
 from vertumnus.core.rollout import Shadows
 from vertumnus.core.search_space import searchable_compositions
-from vertumnus.core.slices import finish
+from vertumnus.core.slices import Slices, finish
 from vertumnus.core.topology import Topology
 from vertumnus.errors import ConfigError
 
@@ -132,17 +132,18 @@ class LookaheadController:
         self._returns = Evidence(0, self.settings.half_life_windows)
 
     def observe(self, window: Window, state: PoolState) -> Proposal | None:
-        """A target of less predicted mean TTFT, or None.
+        """A target of less predicted mean TTFT, or None."""
+        return finish(self.observing(window, state))
 
-        Costs some microseconds per arrival; a window in which the traffic changed, tens of milliseconds.
-        """
+    def observing(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
+        """`observe` in slices of a few milliseconds; some microseconds per arrival, more where the traffic changed."""
         arrivals = self._begin_window(window, state)
         was_steady = not state.in_transition and (self._last == state.composition or self._last is None)
         self._last = None if state.in_transition else state.composition
         if len(arrivals) == 0 or self._shadows is None:
             return None
         row = self._shadows.compositions.index(state.composition)
-        replayed = finish(self._shadows.replay(arrivals))
+        replayed = yield from self._shadows.replay(arrivals)
         self._evidence.add(replayed)
         if was_steady and len(window.arrivals):
             own_wait_s = replayed.wait_s[-len(window.arrivals) :, row]
@@ -150,7 +151,7 @@ class LookaheadController:
             self._waits.record(window.waited_s, float(np.minimum(own_wait_s, until_end_s).sum()), len(own_wait_s))
         row = self._drop_hopeless(row)
         if self.settings.reaction_windows:
-            self._meet_surges(window)
+            yield from self._meet_surges(window)
         mean_ttft_s = self._evidence.mean_ttft_s(self._waits.ratio)
         best = self._best(row, mean_ttft_s)
         proposal = None
@@ -194,7 +195,7 @@ class LookaheadController:
         self._began_with_backlog = backlog > 0.5
         return _with_queued(state.queued, window.arrivals)
 
-    def _meet_surges(self, window: Window) -> None:
+    def _meet_surges(self, window: Window) -> Slices[None]:
         """What would become of idle shadows in a surge of this traffic, and if the traffic before it came back."""
         assert self._shadows is not None
         compositions = self._shadows.compositions
@@ -202,12 +203,11 @@ class LookaheadController:
             surge, ratio = window.arrivals.part(0, _SURGE_REQUESTS), self._surge_ratio(window)
             since_s = surge.arrival_s - window.start_s
             surge = replace(surge, arrival_s=window.start_s + since_s / ratio)
-            self._surges.add(finish(Shadows(compositions, self.cost_model).replay(surge)))
+            self._surges.add((yield from Shadows(compositions, self.cost_model).replay(surge)))
             self._surge_requests = ratio * len(window.arrivals)
         if self._before is not None and len(self._before) and not self._returns.counts:
-            self._returns.add(
-                finish(Shadows(compositions, self.cost_model).replay(self._before.part(0, _SURGE_REQUESTS)))
-            )
+            before = self._before.part(0, _SURGE_REQUESTS)
+            self._returns.add((yield from Shadows(compositions, self.cost_model).replay(before)))
 
     def _surge_ratio(self, window: Window) -> float:
         """What comes `surge_ratio` times as fast, or as fast as the pool can serve at all: at its smallest degree."""

@@ -16,8 +16,8 @@ from vertumnus.core.controller import Arrivals
 from vertumnus.core.cost import CostModel, FloatArray
 from vertumnus.core.slices import Slices
 
-SLICE_REQUESTS = 200
-"""Requests replayed between two yields: one to a few milliseconds for tens of compositions."""
+_SLICE_PLACEMENTS = 6000
+"""Requests times compositions replayed between two yields: one to a few milliseconds."""
 
 
 class Replayed(NamedTuple):
@@ -73,8 +73,9 @@ class Shadows:
         price = (self._beta + self._lambda * degrees) * service
         free_s, rows = self._free_s, np.arange(len(self.compositions))
         replayed = Replayed(*np.empty((2, len(arrivals), len(self.compositions))))
-        for start in range(0, len(arrivals), SLICE_REQUESTS):
-            end = min(start + SLICE_REQUESTS, len(arrivals))
+        slice_requests = max(1, _SLICE_PLACEMENTS // len(self.compositions))
+        for start in range(0, len(arrivals), slice_requests):
+            end = min(start + slice_requests, len(arrivals))
             prices = price[start:end, self._columns]
             services = service[start:end, self._columns]
             for index in range(start, end):

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vertumnus.core.composition import Composition, Operation, OperationKind, RankGroup, plan_towards
-from vertumnus.core.controller import Arrivals, Controller, PoolState, Proposal, Window
+from vertumnus.core.controller import Arrivals, Controller, PatientController, PoolState, Proposal, Window
 from vertumnus.core.cost import CostModel
 from vertumnus.core.lookahead_controller import LookaheadController
 from vertumnus.core.observation import WindowTracker
 from vertumnus.core.reconfiguration import Reconfiguration
 from vertumnus.core.requests import PrefillRequest
+from vertumnus.core.slices import Slices
 from vertumnus.core.workers import Worker, WorkerTable
 
 _REUSE_DECAY = 0.8
@@ -40,6 +41,7 @@ class Steering:
         self.target: Composition | None = None
         self.is_paused = False
         self.last_window: Window | None = None
+        """The last one that the controller is done with."""
         self.last_proposal: Proposal | None = None
         """Of the last window; None if the controller wanted nothing or was not asked."""
         self.most_blocks = 0
@@ -49,30 +51,72 @@ class Steering:
         self._serving = serving
         self._blocks_per_rank = blocks_per_rank
         self._max_switching_ratio = max_switching_ratio
+        self._asked: tuple[Window, Slices[Proposal | None]] | None = None
+        self._asked_s = 0.0
 
-    def end_window(self, waiting: Sequence[PrefillRequest], now_s: float) -> None:
-        """Closes the window and asks the controller; `waiting` are the requests without a worker."""
+    @property
+    def due_s(self) -> float:
+        """When a window ends, or a controller that takes its time is to go on."""
+        return self.windows.end_s if self._asked is None else min(self._asked_s, self.windows.end_s)
+
+    def advance(self, waiting: Sequence[PrefillRequest], now_s: float) -> bool:
+        """Ends a window that is over and asks the controller, or lets it think on; whether it is through.
+
+        `waiting` are the requests without a worker.
+        """
+        if self.windows.end_s <= now_s:
+            while self._asked is not None:  # it has taken a whole window: no more of that
+                self._think(now_s)
+            self._end_window(waiting, now_s)
+        if self._asked is not None:
+            self._think(now_s)
+        return self._asked is None
+
+    def _think(self, now_s: float) -> None:
+        assert self._asked is not None
+        window, answer = self._asked
+        self._asked_s = now_s
+        try:
+            next(answer)
+        except StopIteration as finished:
+            self._asked = None
+            self._take(window, finished.value)
+
+    def _take(self, window: Window, proposal: Proposal | None) -> None:
+        if self.is_paused:  # an operator has spoken meanwhile
+            proposal = None
+        self.last_window, self.last_proposal = window, proposal
+        if proposal is not None:
+            self.target = proposal.target
+
+    def _end_window(self, waiting: Sequence[PrefillRequest], now_s: float) -> None:
         workers = self._workers.all()
         items = [item for worker in workers for item in worker.queue.items()]
         not_started = [*(item.request for item in items if not item.started), *waiting]
         backlog_s = sum(worker.outstanding_s(now_s) for worker in workers)
         window = self.windows.close(backlog_s, [request.arrival_s for request in not_started])
-        self.last_window, self.last_proposal = window, None
         for worker in workers:
             worker.reused_blocks *= _REUSE_DECAY
         if not self._reconfiguration.planned_layout:  # every rank is lost: there is nothing to compose
             self.target = None
+            self._take(window, None)
             return
         if self.is_paused:
+            self._take(window, None)
             return
-        queued = [*(item.request for item in items), *waiting]
-        proposal = self.controller.observe(window, self._pool_state(queued, now_s))
-        if proposal is not None:
-            self.target = proposal.target
-            self.last_proposal = proposal
+        state = self._pool_state([*(item.request for item in items), *waiting], now_s)
+        if isinstance(self.controller, PatientController):
+            self._asked = window, self.controller.observing(window, state)
+        else:
+            self._take(window, self.controller.observe(window, state))
 
     def use_costs(self, cost_model: CostModel) -> None:
-        """For a controller that predicts times itself."""
+        """For a controller that predicts times itself; what it is thinking about, by the old ones, is given up."""
+        if self._asked is not None:
+            window, answer = self._asked
+            answer.close()
+            self._asked = None
+            self._take(window, None)
         if isinstance(self.controller, LookaheadController):
             self.controller.use_costs(cost_model)
 
