@@ -41,6 +41,7 @@ from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.reconfiguration import ReconfigurationSettings
 from vertumnus.core.settings import ControlPlaneSettings
+from vertumnus.core.slices import Slices, finish
 from vertumnus.core.workers import WorkerStatus
 from vertumnus.errors import ConfigError
 
@@ -55,6 +56,24 @@ class Towards:
 
     def observe(self, window: Window, state: PoolState) -> Proposal | None:
         return Proposal(self._targets.pop(), (), Reason.BETTER_COMPOSITION, {}) if self._targets else None
+
+
+class Thinking:
+    """A controller that takes two slices more for each answer, and then says the same every time."""
+
+    def __init__(self, composition: str) -> None:
+        self.target = Composition.parse(composition)
+        self.answered: list[float] = []
+        """The ends of the windows that it is through with."""
+
+    def observe(self, window: Window, state: PoolState) -> Proposal | None:
+        return finish(self.observing(window, state))
+
+    def observing(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
+        yield
+        yield
+        self.answered.append(window.end_s)
+        return Proposal(self.target, (), Reason.BETTER_COMPOSITION, {})
 
 
 class Driver:
@@ -382,6 +401,45 @@ def test_a_worker_takes_requests_only_once_its_cache_is_known():
 def window_ends(driver: Driver) -> list[Action]:
     """Fires the timer that ends the current window."""
     return driver.tell(TimerFired(), driver.plane.next_timer_s())
+
+
+def test_a_controller_that_takes_its_time_is_asked_to_go_on_at_once_and_answers_in_the_end():
+    thinking = Thinking("1x2")
+    driver = Driver("2x1", controller=thinking)
+    assert only(ActivateGroups, window_ends(driver)) == []
+    window_end_s = driver.now_s
+    assert (driver.plane.next_timer_s(), driver.plane.last_window) == (window_end_s, None)
+    driver.arrive(0)  # other turns
+    driver.finish(0)
+    assert only(ActivateGroups, driver.tell(TimerFired())) == []
+    assert driver.plane.target is None
+    assert only(ActivateGroups, driver.tell(TimerFired()))
+    assert thinking.answered == [window_end_s]
+    assert driver.plane.last_window.end_s == window_end_s
+    assert driver.plane.next_timer_s() > window_end_s
+    driver.plane.check_invariants()
+
+
+def test_what_a_controller_thinks_of_counts_for_nothing_once_an_operator_has_spoken():
+    driver = Driver("2x1", controller=Thinking("1x2"))
+    window_ends(driver)
+    driver.tell(ControllerPaused(True))
+    for _ in range(2):
+        assert only(ActivateGroups, driver.tell(TimerFired())) == []
+    assert (driver.plane.target, driver.plane.last_proposal) == (None, None)
+    assert driver.plane.last_window is not None
+
+
+def test_a_controller_that_takes_longer_than_a_window_is_through_before_the_next():
+    thinking = Thinking("2x1")
+    driver = Driver("2x1", controller=thinking)
+    window_ends(driver)
+    first_s, window_s = driver.now_s, driver.plane.settings.window_s
+    driver.tell(TimerFired(), first_s + window_s)
+    assert thinking.answered == [first_s]
+    driver.tell(TimerFired())
+    driver.tell(TimerFired())
+    assert thinking.answered == [first_s, first_s + window_s]
 
 
 def confirm(driver: Driver, activated: ActivateGroups) -> list[Action]:

@@ -251,3 +251,11 @@ def test_shadows_carry_their_queues_from_one_replay_to_the_next():
 def test_settings_out_of_range_are_named(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         LookaheadSettings(**bad)
+
+
+def test_a_window_of_many_requests_is_thought_over_in_many_short_slices():
+    controller = LookaheadController(COST)
+    busy = equal_windows(2, 2_000, [8_000])
+    for each in busy:
+        num_slices = sum(1 for _ in controller.observing(each, state(Composition.parse("2x8"))))
+        assert num_slices >= 2_000 * len(controller._shadows.compositions) / 6_000
