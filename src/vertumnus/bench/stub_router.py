@@ -23,7 +23,7 @@ import uvloop
 from vertumnus.bench.held_up import HeldUp
 from vertumnus.core.composition import Composition, Topology, lay_out
 from vertumnus.core.control_plane import ControlPlane
-from vertumnus.core.controller import Controller, PatientController, PoolState, Proposal, Window
+from vertumnus.core.controller import Controller, PoolState, Proposal, Window, observing
 from vertumnus.core.controllers import make_controller
 from vertumnus.core.cost import Coefficients, CostModel
 from vertumnus.core.index.replication import ReplicationSettings
@@ -142,10 +142,7 @@ class _TimedController:
         return finish(self.observing(window, state))
 
     def observing(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
-        if isinstance(self._controller, PatientController):
-            slices = self._controller.observing(window, state)
-        else:
-            slices = self._at_once(window, state)
+        slices = observing(self._controller, window, state)
         while True:
             begin_s = time.thread_time()
             try:
@@ -155,10 +152,6 @@ class _TimedController:
             finally:
                 self.longest_s = max(self.longest_s, time.thread_time() - begin_s)
             yield
-
-    def _at_once(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
-        yield from ()
-        return self._controller.observe(window, state)
 
 
 class _Figures:

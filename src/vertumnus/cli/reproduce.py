@@ -83,10 +83,10 @@ def command(
 
 
 def _records() -> dict[str, Any]:
-    """Benchmark records of this machine's runs, by file name."""
+    """Benchmark records of this machine's runs, by file name; of a log of samples, those of one request each."""
+    from vertumnus.profiling.samples import read_samples
+
     folder = Path(RECORDS)
     records = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
-    for path in sorted(folder.glob("*.samples.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        records[path.name] = {"results": [json.loads(line) for line in lines]}
+    records |= {path.name: read_samples(path).samples for path in sorted(folder.glob("*.samples.jsonl"))}
     return records

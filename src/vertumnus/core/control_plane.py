@@ -759,13 +759,15 @@ class ControlPlane:
         deadline_s = self._reconfiguration.next_deadline_s
         if deadline_s is not None and deadline_s <= now_s:
             actions += self._apply(self._reconfiguration.tick(now_s), now_s)
-        if self._steering is not None and self._steering.due_s <= now_s:
-            waiting = [*(request for request, _ in self._waiting), *self._handovers.suspended]
-            if self._steering.advance(waiting, now_s):
-                actions += self._move_towards_target(now_s)
+        steering = self._steering
+        if steering is not None and steering.due_s <= now_s and steering.advance(self._without_worker, now_s):
+            actions += self._move_towards_target(now_s)
         if self._replicator is not None and self._replicator.due_s <= now_s:
             actions += self._advance_scan(self._replicator, now_s)
         return actions
+
+    def _without_worker(self) -> list[PrefillRequest]:
+        return [*(request for request, _ in self._waiting), *self._handovers.suspended]
 
     def _move_towards_target(self, now_s: float) -> list[Action]:
         return self._begin(self._steering.operations(now_s), now_s) if self._steering is not None else []

@@ -164,6 +164,13 @@ class PatientController(Controller, Protocol):
         ...
 
 
+def observing(controller: Controller, window: Window, state: PoolState) -> Slices[Proposal | None]:
+    """What any controller says: in slices where it takes its time, else at the first."""
+    if isinstance(controller, PatientController):
+        return (yield from controller.observing(window, state))
+    return controller.observe(window, state)
+
+
 class HoldingController:
     """Never proposes anything: an operator decides."""
 

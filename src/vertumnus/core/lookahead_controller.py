@@ -2,7 +2,7 @@
 
 Thresholds on demand over capacity say that something is wrong, not what would be right; so far from the right
 composition they are slow, and near it they fidget. Here every window's arrivals are replayed through shadows of other
-compositions (`core.rollout`): the target is the one of least mean TTFT, however many operations away.
+compositions (`core.rollout`): the target is the one of least TTFT, surges counted in, however many operations away.
 
 Shadows queue in order of arrival; how much less the pool itself waits than its own shadow is measured, and believed of
 the others too.
@@ -10,8 +10,8 @@ the others too.
 What keeps it calm: all compositions are judged on the same arrivals, over as long as the traffic has not changed, so
 that evidence adds up; the gain must exceed a margin and, unless it is large, stand out from chance; and under the same
 traffic no composition is entered more than twice. When the traffic changes, all compositions start anew; as evidence
-comes in, those that are clearly worse are dropped, which also bounds the work. And what a composition saves is weighed
-against what it would lose in a surge, the more the longer the traffic has stayed the same.
+comes in, those that are clearly worse are dropped, which also bounds the work. What a composition would lose in a surge
+counts beside what it saves, the less the longer the traffic has stayed the same.
 """
 
 from collections import Counter, deque
@@ -67,8 +67,8 @@ class LookaheadSettings:
     surge_ratio: float = 3.0
     """Arrivals of a surge, which may come at any time, over those of now; never more than the pool could serve."""
     reaction_windows: float = 1.0
-    """How long a surge is expected to last until the pool has been changed, two windows or more, times how likely
-    traffic is to end in one; 0: surges are not thought of."""
+    """Windows of a surge, and of the traffic before, that count beside the traffic so far: the two until the pool has
+    been changed, times one half, as not all traffic ends so. 0: surges are not thought of."""
 
     def __post_init__(self) -> None:
         for name in ("min_gain_ratio", "urgent_gain_ratio"):

@@ -4,18 +4,18 @@ The controller proposes a target at the end of a window; `Steering` remembers it
 plans operations towards the target until it is reached, given up or replaced.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from vertumnus.core.composition import Composition, Operation, OperationKind, RankGroup, plan_towards
-from vertumnus.core.controller import Arrivals, Controller, PatientController, PoolState, Proposal, Window
+from vertumnus.core.controller import Arrivals, Controller, PoolState, Proposal, Window, observing
 from vertumnus.core.cost import CostModel
 from vertumnus.core.lookahead_controller import LookaheadController
 from vertumnus.core.observation import WindowTracker
 from vertumnus.core.reconfiguration import Reconfiguration
 from vertumnus.core.requests import PrefillRequest
-from vertumnus.core.slices import Slices
+from vertumnus.core.slices import Slices, finish
 from vertumnus.core.workers import Worker, WorkerTable
 
 _REUSE_DECAY = 0.8
@@ -59,30 +59,27 @@ class Steering:
         """When a window ends, or a controller that takes its time is to go on."""
         return self.windows.end_s if self._asked is None else min(self._asked_s, self.windows.end_s)
 
-    def advance(self, waiting: Sequence[PrefillRequest], now_s: float) -> bool:
+    def advance(self, waiting: Callable[[], Sequence[PrefillRequest]], now_s: float) -> bool:
         """Ends a window that is over and asks the controller, or lets it think on; whether it is through.
 
         `waiting` are the requests without a worker.
         """
         if self.windows.end_s <= now_s:
-            while self._asked is not None:  # it has taken a whole window: no more of that
-                self._think(now_s)
-            self._end_window(waiting, now_s)
+            if self._asked is not None:  # it has taken a whole window: no more of that
+                window, answer = self._asked
+                self._take(window, finish(answer))
+            self._end_window(waiting(), now_s)
         if self._asked is not None:
-            self._think(now_s)
+            window, answer = self._asked
+            self._asked_s = now_s
+            try:
+                next(answer)
+            except StopIteration as finished:
+                self._take(window, finished.value)
         return self._asked is None
 
-    def _think(self, now_s: float) -> None:
-        assert self._asked is not None
-        window, answer = self._asked
-        self._asked_s = now_s
-        try:
-            next(answer)
-        except StopIteration as finished:
-            self._asked = None
-            self._take(window, finished.value)
-
     def _take(self, window: Window, proposal: Proposal | None) -> None:
+        self._asked = None
         if self.is_paused:  # an operator has spoken meanwhile
             proposal = None
         self.last_window, self.last_proposal = window, proposal
@@ -100,22 +97,17 @@ class Steering:
         if not self._reconfiguration.planned_layout:  # every rank is lost: there is nothing to compose
             self.target = None
             self._take(window, None)
-            return
-        if self.is_paused:
+        elif self.is_paused:
             self._take(window, None)
-            return
-        state = self._pool_state([*(item.request for item in items), *waiting], now_s)
-        if isinstance(self.controller, PatientController):
-            self._asked = window, self.controller.observing(window, state)
         else:
-            self._take(window, self.controller.observe(window, state))
+            state = self._pool_state([*(item.request for item in items), *waiting], now_s)
+            self._asked = window, observing(self.controller, window, state)
 
     def use_costs(self, cost_model: CostModel) -> None:
         """For a controller that predicts times itself; what it is thinking about, by the old ones, is given up."""
         if self._asked is not None:
             window, answer = self._asked
             answer.close()
-            self._asked = None
             self._take(window, None)
         if isinstance(self.controller, LookaheadController):
             self.controller.use_costs(cost_model)

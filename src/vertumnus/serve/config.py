@@ -65,7 +65,7 @@ class ServeConfig(BaseModel):
     """Observation window of the controller."""
     queue: Literal["fifo", "shortest"] = "shortest"
     step_tokens: int = Field(512, ge=1)
-    """Token budget of a prefill step: longer prompts are cut, shorter ones packed."""
+    """Token budget of a prefill step: longer prompts are cut, shorter ones packed where that is the less waiting."""
     replication: bool = True
     pulls: Literal["none", "pending", "any"] = "any"
     """Which blocks of other workers a request may have copied in before it is served."""

@@ -24,15 +24,9 @@ UPTURN_S = 0.004
 
 
 def _run(bench: Bench) -> Outcome:
-    record = bench.records.get(SAMPLES)
-    if record is not None:
-        names = ("degree", "suffix_tokens", "prefix_tokens", "seconds")
-        # What `profile` notes beside, its setup and packed steps, is not of the grid.
-        cells = [entry for entry in record["results"] if entry.keys() == set(names)]
-        samples = [PrefillSample(*(entry[name] for name in names)) for entry in cells]
-        label = Label.MEASURED.value
-    else:
-        samples, label = _synthesised(bench.seed), Label.SYNTHESISED.value
+    measured = bench.records.get(SAMPLES)
+    samples = _synthesised(bench.seed) if measured is None else measured
+    label = (Label.SYNTHESISED if measured is None else Label.MEASURED).value
     rows: list[Row] = []
     errors = {}
     for form, fit in (("eq. 2", fit_uniform(samples)), ("d, a, b by degree", fit_per_degree(samples))):
@@ -60,7 +54,7 @@ def _run(bench: Bench) -> Outcome:
         for form, (mean, worst) in errors.items()
     ]
     notes = []
-    if record is None:
+    if measured is None:
         notes.append(
             f"no measured samples were found: times of the estimated profile, {NOISE_RATIO:.0%} noise and {UPTURN_S} s "
             "more for each doubling of the degree; this shows that the fit works, not that the model is right"
