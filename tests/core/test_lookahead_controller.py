@@ -123,7 +123,7 @@ def test_changed_traffic_is_followed_within_two_windows():
 def test_what_a_surge_would_cost_is_weighed_against_the_gain_until_the_traffic_has_lasted():
     """Two large workers serve this light traffic best; while it is young, more and smaller ones have to do."""
     windows = equal_windows(150, 40, [30_000, 5_000])
-    bold = drive(LookaheadController(COST, LookaheadSettings(reaction_windows=0.0)), "16x1", windows)
+    bold = drive(LookaheadController(COST, LookaheadSettings(surge_windows=0.0)), "16x1", windows)
     wary = drive(LookaheadController(COST), "16x1", windows)
     assert bold[10].num_workers < wary[10].num_workers
     assert wary[-1].num_workers < wary[10].num_workers
@@ -245,12 +245,44 @@ def test_shadows_carry_their_queues_from_one_replay_to_the_next():
         {"min_windows": 0},
         {"gain_sigmas": 0},
         {"surge_ratio": 0.5},
-        {"reaction_windows": -1.0},
+        {"surge_windows": -1.0},
+        {"review_windows": 0},
+        {"reviewed_windows": 0},
     ],
 )
 def test_settings_out_of_range_are_named(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         LookaheadSettings(**bad)
+
+
+def test_what_the_first_window_ranked_wrongly_is_looked_at_again():
+    """At first the same requests come in volleys, and only many small workers keep up. That drops the composition which
+    is best once they come evenly, though rate and work have not changed."""
+    even = equal_windows(60, 60, [30_000, 5_000])
+    volley = np.zeros(60)
+    volleys = [
+        replace(each, arrivals=replace(each.arrivals, arrival_s=each.start_s + 1.0 + volley)) for each in even[:2]
+    ]
+    reviews = LookaheadSettings(max_shadows=1, surge_windows=0.0)
+    never = replace(reviews, review_windows=10_000)
+    alone = drive(LookaheadController(COST, reviews), "16x1", even)
+    reviewed = drive(LookaheadController(COST, reviews), "16x1", volleys + even[2:])
+    stuck = drive(LookaheadController(COST, never), "16x1", volleys + even[2:])
+    assert stuck[-1] != alone[-1]
+    assert reviewed[-1] == alone[-1]
+    assert reviewed[reviews.review_windows - 2] == stuck[reviews.review_windows - 2]
+
+
+def test_a_proposal_shows_its_gain_with_and_without_surges():
+    controller = LookaheadController(COST)
+    for each in equal_windows(40, 40, [30_000, 5_000]):
+        proposal = controller.observe(each, state(Composition.parse("16x1")))
+        if proposal is not None:
+            figures = proposal.figures
+            assert figures["target_ttft_with_surges_s"] < figures["ttft_with_surges_s"]
+            assert figures["target_mean_ttft_s"] < figures["mean_ttft_s"]
+            return
+    pytest.fail("no proposal in 40 windows")
 
 
 def test_a_window_of_many_requests_is_thought_over_in_many_short_slices():

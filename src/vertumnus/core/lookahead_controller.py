@@ -60,13 +60,18 @@ class LookaheadSettings:
     recent_windows: int = 6
     """Windows that are compared with all before them, beside the last one alone, to see a slower change."""
     max_shadows: int = 24
-    """Compositions followed once the first window has ranked them all."""
+    """Compositions followed once the first window, or the last review, has ranked them all."""
+    review_windows: int = 12
+    """Windows of the same traffic after which all compositions are looked at again, and again: the first window may
+    have ranked them in the backlog of a surge or with cold caches."""
+    reviewed_windows: int = 8
+    """The last windows, which they are looked at on; what came before is forgotten."""
     backlog_windows: int = 6
     """Windows after which a pool with a backlog looks at all compositions again: those followed may all be too slow."""
 
     surge_ratio: float = 3.0
     """Arrivals of a surge, which may come at any time, over those of now; never more than the pool could serve."""
-    reaction_windows: float = 1.0
+    surge_windows: float = 1.0
     """Windows of a surge, and of the traffic before, that count beside the traffic so far: the two until the pool has
     been changed, times one half, as not all traffic ends so. 0: surges are not thought of."""
 
@@ -74,13 +79,22 @@ class LookaheadSettings:
         for name in ("min_gain_ratio", "urgent_gain_ratio"):
             if not 0 < getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: above 0 and below 1")
-        for name in ("min_windows", "min_requests", "fine_windows", "recent_windows", "max_shadows", "backlog_windows"):
+        for name in (
+            "min_windows",
+            "min_requests",
+            "fine_windows",
+            "recent_windows",
+            "max_shadows",
+            "review_windows",
+            "reviewed_windows",
+            "backlog_windows",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 1 or more")
         for name in ("gain_sigmas", "half_life_windows", "change_sigmas"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: above 0")
-        for name in ("doubt_sigmas", "reaction_windows"):
+        for name in ("doubt_sigmas", "surge_windows"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 0 or more")
         if not self.surge_ratio >= 1:
@@ -98,6 +112,18 @@ class _Traffic:
     num_requests: int
     work_s: float
     work_squared_s2: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What the compositions promise, [compositions] each."""
+
+    mean_ttft_s: FloatArray
+    """Of the traffic as it is."""
+    ttft_s: FloatArray
+    """Over all requests that are to be thought of, surges counted in."""
+    share: float
+    """Of the traffic as it is among those requests."""
 
 
 @dataclass(slots=True)
@@ -118,7 +144,10 @@ class LookaheadController:
     """Of the last window of the traffic before, met by an idle pool."""
     _before: Arrivals | None = None
     """That window's arrivals."""
-    _latest: Arrivals | None = None
+    _recent: deque[Arrivals] = field(init=False)
+    """The last windows of the traffic as it is."""
+    _age: int = 0
+    """Windows of that traffic."""
     _waits: WaitRatio = field(default_factory=WaitRatio)
     _entered: Counter[Composition] = field(default_factory=Counter)
     _topology: Topology | None = None
@@ -127,6 +156,7 @@ class LookaheadController:
     """At the end of the window before; None before the first one and in a transition."""
 
     def __post_init__(self) -> None:
+        self._recent = deque(maxlen=self.settings.reviewed_windows)
         self._evidence = Evidence(self.settings.fine_windows, self.settings.half_life_windows)
         self._surges = Evidence(0, self.settings.half_life_windows)
         self._returns = Evidence(0, self.settings.half_life_windows)
@@ -140,22 +170,23 @@ class LookaheadController:
         arrivals = self._begin_window(window, state)
         was_steady = not state.in_transition and (self._last == state.composition or self._last is None)
         self._last = None if state.in_transition else state.composition
-        if len(arrivals) == 0 or self._shadows is None:
+        if not arrivals or self._shadows is None:
             return None
         row = self._shadows.compositions.index(state.composition)
-        replayed = yield from self._shadows.replay(arrivals)
-        self._evidence.add(replayed)
+        for each in arrivals:
+            replayed = yield from self._shadows.replay(each)
+            self._evidence.add(replayed)
         if was_steady and len(window.arrivals):
             own_wait_s = replayed.wait_s[-len(window.arrivals) :, row]
             until_end_s = window.end_s - window.arrivals.arrival_s
             self._waits.record(window.waited_s, float(np.minimum(own_wait_s, until_end_s).sum()), len(own_wait_s))
         row = self._drop_hopeless(row)
-        if self.settings.reaction_windows:
+        if self.settings.surge_windows:
             yield from self._meet_surges(window)
-        mean_ttft_s = self._evidence.mean_ttft_s(self._waits.ratio)
-        best = self._best(row, mean_ttft_s)
+        expected = self._expect()
+        best = self._best(row, expected)
         proposal = None
-        if not state.in_transition and self._is_worth_it(row, best, mean_ttft_s):
+        if not state.in_transition and self._is_worth_it(row, best, expected):
             target = self._shadows.compositions[best]
             self._entered[target] += 1
             proposal = Proposal(
@@ -163,8 +194,10 @@ class LookaheadController:
                 (),
                 Reason.BETTER_COMPOSITION,
                 {
-                    "mean_ttft_s": float(mean_ttft_s[row]),
-                    "target_mean_ttft_s": float(mean_ttft_s[best]),
+                    "mean_ttft_s": float(expected.mean_ttft_s[row]),
+                    "target_mean_ttft_s": float(expected.mean_ttft_s[best]),
+                    "ttft_with_surges_s": float(expected.ttft_s[row]),
+                    "target_ttft_with_surges_s": float(expected.ttft_s[best]),
                     "wait_ratio": self._waits.ratio,
                     "num_requests": float(sum(self._evidence.counts)),
                     "num_windows": float(len(self._evidence.counts)),
@@ -172,16 +205,20 @@ class LookaheadController:
             )
         return proposal
 
-    def _begin_window(self, window: Window, state: PoolState) -> Arrivals:
-        """What to replay; forgets what was learnt where that says nothing of the traffic that goes on."""
+    def _begin_window(self, window: Window, state: PoolState) -> list[Arrivals]:
+        """What to replay, window by window, none of them empty; forgets what was learnt where that says nothing of the
+        traffic that goes on."""
         current = state.composition
         is_other = self._remember(window)
-        if is_other:
-            self._before = self._latest
-        self._latest = window.arrivals
+        if is_other and self._recent:
+            self._before = self._recent[-1]
         has_changed = is_other or state.topology != self._topology
         if has_changed:
             self._entered.clear()
+            self._recent.clear()
+            self._age = 0
+        self._age += 1
+        self._recent.append(window.arrivals)
         is_known = self._shadows is not None and current in self._shadows.compositions
         backlog = len(state.queued) / current.num_workers
         is_behind = backlog > 2 and len(self._evidence.counts) >= self.settings.backlog_windows
@@ -190,10 +227,16 @@ class LookaheadController:
         # An unknown composition is one that was dropped, passed through on the way; a backlog means that the first
         # window ranked too little. None of this is news of the traffic, so what was entered before still counts.
         if not (has_changed or not is_known or is_behind or is_through):
-            return window.arrivals
-        self._start_anew(state)
-        self._began_with_backlog = backlog > 0.5
-        return _with_queued(state.queued, window.arrivals)
+            if self._age % self.settings.review_windows or backlog > 1 or state.in_transition:
+                windows = [window.arrivals]
+            else:
+                self._start_anew(state)
+                windows = list(self._recent)
+        else:
+            self._start_anew(state)
+            self._began_with_backlog = backlog > 0.5
+            windows = [_with_queued(state.queued, window.arrivals)]
+        return [each for each in windows if len(each)]
 
     def _meet_surges(self, window: Window) -> Slices[None]:
         """What would become of idle shadows in a surge of this traffic, and if the traffic before it came back."""
@@ -219,33 +262,43 @@ class LookaheadController:
         could_s = window.duration_s * num_workers
         return max(1.0, min(self.settings.surge_ratio, could_s / float(work_s.sum())))
 
-    def _best(self, row: int, mean_ttft_s: FloatArray) -> int:
-        """The composition to go for: of least TTFT over all requests that are to be thought of.
+    def _expect(self) -> _Expected:
+        """What each composition's TTFT would be.
 
-        Those are as many again as the traffic has had so far, and those of a surge and of the traffic before until the
-        pool has been changed: few large workers serve light traffic best, and lose most when it ends. Of many
-        compositions that were seen on few requests, the one that looks best is mostly one that was lucky, so that doubt
-        counts against each; but where the pool is far from right, any of the best will do. Under the same traffic one
-        that was entered twice is not entered a third time.
+        Counted are as many requests again as the traffic has had so far, and those of a surge and of the traffic before
+        until the pool has been changed: few large workers serve light traffic best, and lose most when it ends.
         """
-        assert self._shadows is not None
-        settings = self.settings
-        num_requests = sum(each.num_requests for each in self._traffic)
-        total_s = num_requests * mean_ttft_s
+        mean_ttft_s = self._evidence.mean_ttft_s(self._waits.ratio)
+        num_seen = max(1, sum(each.num_requests for each in self._traffic))
+        total_s, num_requests = num_seen * mean_ttft_s, float(num_seen)
         for surges, per_window in (
             (self._surges, self._surge_requests),
             (self._returns, 0 if self._before is None else len(self._before)),
         ):
             if surges.counts:
-                total_s += settings.reaction_windows * per_window * surges.mean_ttft_s(self._waits.ratio)
+                weight = self.settings.surge_windows * per_window
+                total_s += weight * surges.mean_ttft_s(self._waits.ratio)
+                num_requests += weight
+        return _Expected(mean_ttft_s, total_s / num_requests, num_seen / num_requests)
+
+    def _best(self, row: int, expected: _Expected) -> int:
+        """The composition to go for: of least TTFT, surges counted in.
+
+        Of many compositions that were seen on few requests, the one that looks best is mostly one that was lucky, so
+        that doubt counts against each; but where the pool is far from right, any of the best will do. Under the same
+        traffic one that was entered twice is not entered a third time.
+        """
+        assert self._shadows is not None
+        settings = self.settings
+        mean_ttft_s, ttft_s = expected.mean_ttft_s, expected.ttft_s
         is_open = np.array([self._entered[each] < 2 for each in self._shadows.compositions])
-        is_open &= total_s <= total_s[row]
+        is_open &= ttft_s <= ttft_s[row]
         is_open[row] = True
         best = int(np.where(is_open, mean_ttft_s, np.inf).argmin())
         if mean_ttft_s[best] <= (1.0 - settings.urgent_gain_ratio) * mean_ttft_s[row]:
             return best
-        doubt_s = settings.doubt_sigmas * self._evidence.standard_errors_s(row, self._waits.ratio)
-        return int(np.where(is_open, total_s + num_requests * doubt_s, np.inf).argmin())
+        errors_s = expected.share * self._evidence.standard_errors_s(row, self._waits.ratio)
+        return int(np.where(is_open, ttft_s + settings.doubt_sigmas * errors_s, np.inf).argmin())
 
     def use_costs(self, cost_model: CostModel) -> None:
         """Another cost model: what was learnt with the old one is forgotten."""
@@ -253,22 +306,19 @@ class LookaheadController:
         self._shadows = None
         self._traffic.clear()
 
-    def _is_worth_it(self, row: int, best: int, mean_ttft_s: FloatArray) -> bool:
+    def _is_worth_it(self, row: int, best: int, expected: _Expected) -> bool:
+        """Whether the best is better by enough, of the traffic as it is, and beyond doubt, surges counted in."""
         settings = self.settings
-        gain_ratio = 1.0 - float(mean_ttft_s[best] / mean_ttft_s[row])
+        gain_ratio = 1.0 - float(expected.mean_ttft_s[best] / expected.mean_ttft_s[row])
         if best == row or gain_ratio < settings.min_gain_ratio:
             return False
-        if gain_ratio >= settings.urgent_gain_ratio:
+        if expected.ttft_s[best] <= (1.0 - settings.urgent_gain_ratio) * expected.ttft_s[row]:
             return True
         counts = self._evidence.counts
         if len(counts) < settings.min_windows or sum(counts) < settings.min_requests:
             return False
-        return self._sigmas(row, best, mean_ttft_s) >= settings.gain_sigmas
-
-    def _sigmas(self, worse: int, better: int, mean_ttft_s: FloatArray) -> float:
-        """Standard errors by which two shadows' means differ."""
-        error_s = float(self._evidence.standard_errors_s(worse, self._waits.ratio)[better])
-        return float(mean_ttft_s[worse] - mean_ttft_s[better]) / max(error_s, 1e-12)
+        error_s = expected.share * float(self._evidence.standard_errors_s(row, self._waits.ratio)[best])
+        return bool(expected.ttft_s[row] - expected.ttft_s[best] >= settings.gain_sigmas * error_s)
 
     def _drop_hopeless(self, row: int) -> int:
         """Follows the pool's own composition, whose new row is returned, the best others and the best of every number
