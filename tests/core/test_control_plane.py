@@ -286,14 +286,37 @@ def test_a_step_packs_requests_up_to_its_budget_and_cuts_the_last_one():
     driver = Driver("1x1", step_tokens=100)
     driver.arrive(0, input_tokens=50)
     driver.arrive(1, input_tokens=70)
-    driver.arrive(2, input_tokens=80)
+    driver.arrive(2, input_tokens=130)
     (step,) = only(StartStep, driver.finish(0))
     assert [(item.request.request_id, item.start_tokens, item.end_tokens) for item in step.items] == [
         (1, 0, 70),
         (2, 0, 30),
     ]
     (step,) = only(StartStep, driver.finish(0))
-    assert [(item.start_tokens, item.end_tokens, item.is_first) for item in step.items] == [(30, 80, False)]
+    assert [(item.start_tokens, item.end_tokens, item.is_first) for item in step.items] == [(30, 130, False)]
+
+
+def test_what_would_take_as_many_steps_afterwards_is_not_cut_to_join():
+    """1 would wait for 50 tokens of 2, which takes two more steps with them as without."""
+    driver = Driver("1x1", step_tokens=200)
+    driver.arrive(0, input_tokens=50)
+    driver.arrive(1, input_tokens=150)
+    driver.arrive(2, input_tokens=390)
+    assert started(driver.finish(0)) == [(0, [1])]
+    assert started(driver.finish(0)) == [(0, [2])]
+
+
+def test_what_cannot_run_yet_is_spared_no_step():
+    """2 would make 1 wait for 1.5 s and spare itself 1 s; those behind it await copies, and have their own step."""
+    driver = Driver("1x1", step_tokens=1000)
+    driver.arrive(0, input_tokens=50)
+    driver.arrive(1, input_tokens=50)
+    driver.arrive(2, input_tokens=150)
+    driver.arrive(3, input_tokens=900)
+    driver.arrive(4, input_tokens=900)
+    for item in driver.plane.workers.get(0).queue.items()[2:]:
+        item.num_copies_awaited = 1
+    assert started(driver.finish(0)) == [(0, [1])]
 
 
 def test_requests_are_packed_as_long_as_the_steps_spared_outweigh_the_waiting_for_each_other():

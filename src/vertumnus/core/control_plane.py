@@ -531,13 +531,17 @@ class ControlPlane:
         fixed_s = self.cost_model.coefficients[worker.degree].d
 
         def pays_to_join(queued: QueuedRequest) -> bool:
-            """All in a step end together: one more makes those before it wait for its work, and spares itself and all
-            behind it the fixed cost of a step."""
+            """All in a step end together: one more makes those before it wait for its work. It spares itself and all
+            that could run behind it the fixed cost of a step, unless what is cut off takes as many steps as the whole.
+            """
             if not items or budget is None:
                 return True
-            num_tokens = min(budget, queued.request.input_tokens - queued.prefix_tokens)
+            left = queued.request.input_tokens - queued.prefix_tokens
+            num_tokens = min(budget, left)
+            if self._num_steps(left - num_tokens) == self._num_steps(left):
+                return False
             work_s = self.cost_model.prefill_s(num_tokens, queued.prefix_tokens, worker.degree) - fixed_s
-            return len(items) * work_s <= len(worker.queue) * fixed_s
+            return len(items) * work_s <= worker.queue.num_ready * fixed_s
 
         while (queued := worker.queue.pop_ready(has_room, pays_to_join)) is not None:
             length = queued.request.input_tokens
@@ -565,6 +569,11 @@ class ControlPlane:
         worker.running_end_s = now_s + duration_s
         self._workers.changed(worker)
         return [StartStep(worker.worker_id, worker.epoch, tuple(items))]
+
+    def _num_steps(self, num_tokens: int) -> int:
+        """Steps that so many tokens of one request take by themselves."""
+        budget = self.settings.step_tokens
+        return 1 if budget is None else -(-num_tokens // budget)
 
     def _room_at(self, worker: Worker) -> Callable[[PrefillRequest], bool]:
         """Whether a further request can begin: those that have begun keep the KV blocks of their whole prompts."""

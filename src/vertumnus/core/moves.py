@@ -97,7 +97,7 @@ def _most_to_save(table: WorkerTable, now_s: float, max_tried: int) -> list[_Wai
         ahead_s = max(worker.running_end_s - now_s, 0.0) + worker.later_s if worker.running else 0.0
         items = worker.queue.items()
         for position, item in enumerate(items):
-            if not (item.started or item.num_copies_awaited or item.is_held):
+            if item.is_ready and not item.started:
                 num_behind = len(items) - position - 1
                 found.append(_Waiting(worker, item, ahead_s + item.service_s * (1 + num_behind)))
             ahead_s += item.service_s

@@ -44,6 +44,11 @@ class QueuedRequest:
     is_held: bool = False
     """Whether it waits for a prefix that another request is to compute; others pass meanwhile."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it awaits neither copies nor another request."""
+        return not (self.num_copies_awaited or self.is_held)
+
 
 class WorkerQueue:
     """Requests waiting at one worker, in order of service.
@@ -87,7 +92,7 @@ class WorkerQueue:
         """
         may_begin = True
         for position, item in enumerate(self._items):
-            if item.num_copies_awaited or item.is_held:
+            if not item.is_ready:
                 continue
             if not item.started and has_room is not None:
                 may_begin = may_begin and has_room(item.request)
@@ -119,6 +124,11 @@ class WorkerQueue:
             if item.request.request_id == request_id:
                 return self._take(position)
         return None
+
+    @property
+    def num_ready(self) -> int:
+        """Requests that await no copy and no other request."""
+        return sum(item.is_ready for item in self._items)
 
     def items(self) -> tuple[QueuedRequest, ...]:
         return tuple(self._items)
