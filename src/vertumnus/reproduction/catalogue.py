@@ -5,6 +5,7 @@ from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.experiments import (
     ablations,
     cache_manager,
+    day,
     end_to_end,
     fitting,
     held_out,
@@ -23,6 +24,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     *phases.EXPERIMENTS,
     *cache_manager.EXPERIMENTS,
     *past_the_paper.EXPERIMENTS,
+    *day.EXPERIMENTS,
     *held_out.EXPERIMENTS,
     *ablations.EXPERIMENTS,
     *scale_out.EXPERIMENTS,

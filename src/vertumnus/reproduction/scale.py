@@ -20,6 +20,8 @@ class Scale:
     """Of them, compositions that are then run in full."""
     production_rate_per_s: float = 2.0
     """Mean rate at which the production day is synthesised; its windows are then played faster."""
+    day_requests: int = 48_000
+    """Requests of the day in long windows."""
     loads: tuple[float, ...] = (0.2, 0.45, 0.65, 0.8, 0.95, 1.1)
     """Rates as shares of the rate that all GPUs could just serve at their smallest degree."""
     has_full_grids: bool = False
@@ -43,6 +45,7 @@ FULL = replace(
     search_requests=4_000,
     max_compositions=24,
     num_finalists=4,
+    day_requests=144_000,
     has_full_grids=True,
     phase_s=660.0,
     quality_gpus=(64, 256, 1024, 4096),
@@ -54,6 +57,7 @@ TINY = replace(
     num_gpus=16,
     cell_requests=60,
     production_rate_per_s=0.1,
+    day_requests=120,
     tuning_requests=40,
     search_requests=40,
     max_compositions=2,

@@ -71,17 +71,27 @@ def workload(bench: Bench, name: str) -> Workload:
     """A workload by name, at the size of the run."""
     size, tuning = bench.scale.cell_requests, bench.scale.tuning_requests
     if name == "production":
-        rate_per_s = bench.scale.production_rate_per_s
-        day = whole(bench, name)
-        length_s = min(WINDOW_S, 2 * size / (NUM_WINDOWS * rate_per_s))
-        tuning_s = min(WINDOW_S, 2 * tuning / (NUM_WINDOWS * rate_per_s))
-        return Workload(
-            name=name,
-            tuning=_windows(day, 0.0, tuning_s),
-            held_out=_windows(day, 7200.0, length_s),
-            num_windows=NUM_WINDOWS,
-        )
+        return _production(bench, 2 * size, bench.scale.production_rate_per_s)
     return halves(name, whole(bench, name), tuning, size)
+
+
+def long_day(bench: Bench) -> Workload:
+    """Production with so many requests that its windows last some ten minutes each at the rates that are played."""
+    num_requests = bench.scale.day_requests
+    return _production(bench, num_requests, num_requests / (NUM_WINDOWS * WINDOW_S))
+
+
+def _production(bench: Bench, num_requests: int, rate_per_s: float) -> Workload:
+    """Windows of a day synthesised at a mean rate, to be played faster; 20 minutes each at most."""
+    day = _synthesised("production", bench.seed, rate_per_s)
+    length_s = min(WINDOW_S, num_requests / (NUM_WINDOWS * rate_per_s))
+    tuning_s = min(WINDOW_S, 2 * bench.scale.tuning_requests / (NUM_WINDOWS * rate_per_s))
+    return Workload(
+        name="production",
+        tuning=_windows(day, 0.0, tuning_s),
+        held_out=_windows(day, 7200.0, length_s),
+        num_windows=NUM_WINDOWS,
+    )
 
 
 def whole(bench: Bench, name: str) -> Trace:
