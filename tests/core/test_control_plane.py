@@ -296,16 +296,6 @@ def test_a_step_packs_requests_up_to_its_budget_and_cuts_the_last_one():
     assert [(item.start_tokens, item.end_tokens, item.is_first) for item in step.items] == [(30, 130, False)]
 
 
-def test_what_would_take_as_many_steps_afterwards_is_not_cut_to_join():
-    """1 would wait for 50 tokens of 2, which takes two more steps with them as without."""
-    driver = Driver("1x1", step_tokens=200)
-    driver.arrive(0, input_tokens=50)
-    driver.arrive(1, input_tokens=150)
-    driver.arrive(2, input_tokens=390)
-    assert started(driver.finish(0)) == [(0, [1])]
-    assert started(driver.finish(0)) == [(0, [2])]
-
-
 def test_what_cannot_run_yet_is_spared_no_step():
     """2 would make 1 wait for 1.5 s and spare itself 1 s; those behind it await copies, and have their own step."""
     driver = Driver("1x1", step_tokens=1000)
@@ -328,11 +318,18 @@ def test_requests_are_packed_as_long_as_the_steps_spared_outweigh_the_waiting_fo
     assert started(driver.finish(0)) == [(0, [5])]
 
 
-def test_a_long_prompt_does_not_fill_up_the_step_of_a_short_one():
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        pytest.param(20, 300, id="1.8 s of waiting would spare 1 s"),
+        pytest.param(150, 390, id="the rest takes two steps with the first 50 tokens as without"),
+    ],
+)
+def test_a_long_prompt_does_not_fill_up_the_step_of_a_short_one(short, long):
     driver = Driver("1x1", step_tokens=200)
     driver.arrive(0, input_tokens=50)
-    driver.arrive(1, input_tokens=20)
-    driver.arrive(2, input_tokens=300)
+    driver.arrive(1, input_tokens=short)
+    driver.arrive(2, input_tokens=long)
     assert started(driver.finish(0)) == [(0, [1])]
     assert started(driver.finish(0)) == [(0, [2])]
 

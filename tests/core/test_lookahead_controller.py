@@ -259,9 +259,8 @@ def test_what_the_first_window_ranked_wrongly_is_looked_at_again():
     """At first the same requests come in volleys, and only many small workers keep up. That drops the composition which
     is best once they come evenly, though rate and work have not changed."""
     even = equal_windows(60, 60, [30_000, 5_000])
-    volley = np.zeros(60)
     volleys = [
-        replace(each, arrivals=replace(each.arrivals, arrival_s=each.start_s + 1.0 + volley)) for each in even[:2]
+        replace(each, arrivals=replace(each.arrivals, arrival_s=np.full(60, each.start_s + 1.0))) for each in even[:2]
     ]
     reviews = LookaheadSettings(max_shadows=1, surge_windows=0.0)
     never = replace(reviews, review_windows=10_000)

@@ -524,7 +524,7 @@ class ControlPlane:
         """Forms the next step of an idle worker from its queue, in queue order; no action if there is none to run."""
         if worker.running or worker.status not in (WorkerStatus.ACTIVE, WorkerStatus.DRAINING):
             return []
-        budget = self.settings.step_tokens
+        step_tokens = budget = self.settings.step_tokens
         items: list[StepItem] = []
         duration_s = 0.0
         has_room = None if budget is None else self._room_at(worker)
@@ -534,11 +534,11 @@ class ControlPlane:
             """All in a step end together: one more makes those before it wait for its work. It spares itself and all
             that could run behind it the fixed cost of a step, unless what is cut off takes as many steps as the whole.
             """
-            if not items or budget is None:
+            if not items or budget is None or step_tokens is None:
                 return True
             left = queued.request.input_tokens - queued.prefix_tokens
             num_tokens = min(budget, left)
-            if self._num_steps(left - num_tokens) == self._num_steps(left):
+            if -(-(left - num_tokens) // step_tokens) == -(-left // step_tokens):
                 return False
             work_s = self.cost_model.prefill_s(num_tokens, queued.prefix_tokens, worker.degree) - fixed_s
             return len(items) * work_s <= worker.queue.num_ready * fixed_s
@@ -569,11 +569,6 @@ class ControlPlane:
         worker.running_end_s = now_s + duration_s
         self._workers.changed(worker)
         return [StartStep(worker.worker_id, worker.epoch, tuple(items))]
-
-    def _num_steps(self, num_tokens: int) -> int:
-        """Steps that so many tokens of one request take by themselves."""
-        budget = self.settings.step_tokens
-        return 1 if budget is None else -(-num_tokens // budget)
 
     def _room_at(self, worker: Worker) -> Callable[[PrefillRequest], bool]:
         """Whether a further request can begin: those that have begun keep the KV blocks of their whole prompts."""

@@ -122,8 +122,8 @@ class _Expected:
     """Of the traffic as it is."""
     ttft_s: FloatArray
     """Over all requests that are to be thought of, surges counted in."""
-    share: float
-    """Of the traffic as it is among those requests."""
+    errors_s: FloatArray
+    """Standard errors of what `ttft_s` differs by from that of the pool's own composition."""
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class LookaheadController:
         row = self._drop_hopeless(row)
         if self.settings.surge_windows:
             yield from self._meet_surges(window)
-        expected = self._expect()
+        expected = self._expect(row)
         best = self._best(row, expected)
         proposal = None
         if not state.in_transition and self._is_worth_it(row, best, expected):
@@ -226,16 +226,15 @@ class LookaheadController:
         is_through = self._began_with_backlog and backlog <= 1 and not state.in_transition
         # An unknown composition is one that was dropped, passed through on the way; a backlog means that the first
         # window ranked too little. None of this is news of the traffic, so what was entered before still counts.
-        if not (has_changed or not is_known or is_behind or is_through):
-            if self._age % self.settings.review_windows or backlog > 1 or state.in_transition:
-                windows = [window.arrivals]
-            else:
-                self._start_anew(state)
-                windows = list(self._recent)
-        else:
+        if has_changed or not is_known or is_behind or is_through:
             self._start_anew(state)
             self._began_with_backlog = backlog > 0.5
             windows = [_with_queued(state.queued, window.arrivals)]
+        elif self._age % self.settings.review_windows == 0 and backlog <= 1 and not state.in_transition:
+            self._start_anew(state)
+            windows = list(self._recent)
+        else:
+            windows = [window.arrivals]
         return [each for each in windows if len(each)]
 
     def _meet_surges(self, window: Window) -> Slices[None]:
@@ -262,7 +261,7 @@ class LookaheadController:
         could_s = window.duration_s * num_workers
         return max(1.0, min(self.settings.surge_ratio, could_s / float(work_s.sum())))
 
-    def _expect(self) -> _Expected:
+    def _expect(self, row: int) -> _Expected:
         """What each composition's TTFT would be.
 
         Counted are as many requests again as the traffic has had so far, and those of a surge and of the traffic before
@@ -279,7 +278,8 @@ class LookaheadController:
                 weight = self.settings.surge_windows * per_window
                 total_s += weight * surges.mean_ttft_s(self._waits.ratio)
                 num_requests += weight
-        return _Expected(mean_ttft_s, total_s / num_requests, num_seen / num_requests)
+        errors_s = num_seen / num_requests * self._evidence.standard_errors_s(row, self._waits.ratio)
+        return _Expected(mean_ttft_s, total_s / num_requests, errors_s)
 
     def _best(self, row: int, expected: _Expected) -> int:
         """The composition to go for: of least TTFT, surges counted in.
@@ -297,8 +297,7 @@ class LookaheadController:
         best = int(np.where(is_open, mean_ttft_s, np.inf).argmin())
         if mean_ttft_s[best] <= (1.0 - settings.urgent_gain_ratio) * mean_ttft_s[row]:
             return best
-        errors_s = expected.share * self._evidence.standard_errors_s(row, self._waits.ratio)
-        return int(np.where(is_open, ttft_s + settings.doubt_sigmas * errors_s, np.inf).argmin())
+        return int(np.where(is_open, ttft_s + settings.doubt_sigmas * expected.errors_s, np.inf).argmin())
 
     def use_costs(self, cost_model: CostModel) -> None:
         """Another cost model: what was learnt with the old one is forgotten."""
@@ -317,8 +316,7 @@ class LookaheadController:
         counts = self._evidence.counts
         if len(counts) < settings.min_windows or sum(counts) < settings.min_requests:
             return False
-        error_s = expected.share * float(self._evidence.standard_errors_s(row, self._waits.ratio)[best])
-        return bool(expected.ttft_s[row] - expected.ttft_s[best] >= settings.gain_sigmas * error_s)
+        return bool(expected.ttft_s[row] - expected.ttft_s[best] >= settings.gain_sigmas * expected.errors_s[best])
 
     def _drop_hopeless(self, row: int) -> int:
         """Follows the pool's own composition, whose new row is returned, the best others and the best of every number
