@@ -62,6 +62,40 @@ def test_no_block_goes_before_one_that_extends_it(num_ranks: int, blocks_per_ran
             assert all(order[above] > order[below] for above, below in pairwise(run))
 
 
+def extended(store: BlockStore) -> set[bytes | None]:
+    """Blocks that others hang below."""
+    parents: set[bytes | None] = {parent for parent, _ in store.chains()}
+    return parents | {above for _, blocks in store.chains() for above in blocks[:-1]}
+
+
+@given(st.integers(1, 3), st.integers(1, 6), st.lists(st.tuples(PATHS, st.sets(st.integers(0, 9))), max_size=20))
+def test_what_others_hold_goes_first_and_never_before_what_extends_it(num_ranks, blocks_per_rank, requests):
+    store = BlockStore(range(num_ranks), blocks_per_rank)
+    for path, numbers in requests:
+        elsewhere = {block for number, block in enumerate(store.blocks()) if number in numbers}
+        num_reused = store.num_reusable(path, len(path))
+        num_short = len(path) - num_reused - store.num_free
+        num_evictable = store.num_resident - num_reused
+        extended_before = extended(store)
+        allocation = store.allocate(path, num_reused, is_elsewhere=elsewhere.__contains__)
+        assert len(allocation.evicted) == min(max(num_short, 0), num_evictable), "as many as the oldest would be"
+        assert extended(store).isdisjoint(allocation.evicted), "what is left still hangs together"
+        if not elsewhere.issuperset(allocation.evicted):
+            spared = (elsewhere & set(store.blocks())) - set(path[:num_reused])
+            assert spared <= extended_before, "a last copy went though a leaf that others hold could have"
+        store.finish(allocation, len(path))
+        store.check_invariants()
+
+
+def test_last_copies_are_spared_only_where_that_is_asked_for():
+    path, other, new = chain("a"), chain("b"), chain("c")
+    for is_elsewhere, evicted in ((None, path), (other.__contains__, other)):
+        store = BlockStore((0,), 2)
+        fill(store, path)
+        fill(store, other)
+        assert store.allocate(new, 0, is_elsewhere=is_elsewhere).evicted == list(evicted)
+
+
 class Interleaved(RuleBasedStateMachine):
     """Requests that overlap in time, copies, reclamation and pins: what is in use is never evicted, no slot is lost."""
 

@@ -450,6 +450,40 @@ def test_what_a_controller_thinks_of_counts_for_nothing_once_an_operator_has_spo
     assert driver.plane.last_window is not None
 
 
+@pytest.mark.parametrize(
+    "events",
+    [
+        (ControllerPaused(True), ControllerPaused(False)),
+        (CompositionRequested(Composition.parse("2x1")), ControllerPaused(False)),
+        (RankFailed(3),),
+    ],
+    ids=["paused and resumed", "an order and resumed", "a rank lost"],
+)
+def test_an_answer_that_was_thought_over_across_a_change_of_the_pool_counts_for_nothing(events):
+    driver = Driver("4x1" if isinstance(events[0], RankFailed) else "2x1", controller=Thinking("1x2"))
+    window_ends(driver)
+    for event in events:
+        driver.tell(event)
+    for _ in range(3):
+        driver.tell(TimerFired())
+    assert (driver.plane.target, driver.plane.last_proposal) == (None, None)
+    assert driver.plane.last_window is not None, "it is asked again with the next window alone"
+
+
+def test_an_answer_that_was_thought_over_while_an_operation_was_given_up_counts_for_nothing():
+    driver = Driver("4x1", controller=Thinking("2x2"), window_s=9.0)
+    window_ends(driver)
+    for _ in range(2):
+        driver.tell(TimerFired())
+    assert only(ActivateGroups, driver.log)
+    driver.tell(TimerFired(), 18.0)
+    assert driver.plane.next_timer_s() == 18.0, "it thinks"
+    driver.tell(RankFailed(0))
+    assert driver.plane.last_proposal is None
+    driver.tell(TimerFired())
+    assert driver.plane.target is None
+
+
 def test_a_controller_that_takes_longer_than_a_window_is_through_before_the_next():
     thinking = Thinking("2x1")
     driver = Driver("2x1", controller=thinking)

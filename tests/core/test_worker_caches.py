@@ -125,3 +125,17 @@ def test_what_was_prepared_is_not_taken_once_a_rank_has_changed(change):
     snapshot = caches.open(3, RankGroup(0, 2), 3)
     assert sum(len(blocks) for _, blocks in snapshot.chains) == caches.stores[3].num_resident == expected
     caches.stores[3].check_invariants()
+
+
+@pytest.mark.parametrize(("spares_last_copies", "lost"), [(False, "alone"), (True, "shared")])
+def test_blocks_that_another_worker_holds_go_before_older_ones_if_last_copies_are_spared(spares_last_copies, lost):
+    caches = WorkerCaches(2, BLOCK_TOKENS, spares_last_copies=spares_last_copies)
+    for worker_id in (0, 1):
+        caches.open(worker_id, RankGroup(worker_id, 1), 1)
+    paths = {name: chain(name) for name in ("alone", "shared", "new")}
+    for worker_id, name in ((0, "alone"), (0, "shared"), (1, "shared"), (0, "new")):
+        request = PrefillRequest(1, 0.0, BLOCK_TOKENS, paths[name])
+        caches.begin_step(StartStep(worker_id, 1, (StepItem(request, 0, BLOCK_TOKENS, True),)))
+        assert caches.finish_step(worker_id) is not None
+    kept = {name for name, path in paths.items() if path[0] in caches.stores[0]}
+    assert kept == set(paths) - {lost}

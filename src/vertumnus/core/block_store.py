@@ -7,9 +7,10 @@ Eviction order is least recently used, deepest block first: a request touches it
 never older than one that extends it and the leaves of cold prefixes go before their roots.
 """
 
-from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from vertumnus.errors import InvariantError
 Address = tuple[int, int]
 _Held = tuple[int, bytes | None]
 """Slot number over all ranks (rank * blocks_per_rank + slot), and the hash of the parent block (None for a root)."""
+
+_SPARED_BLOCKS = 256
+"""Last copies at most that are passed over for blocks that other workers hold too."""
 
 SLICE_BLOCKS = 2000
 """Blocks between two yields of sliced work: a few milliseconds."""
@@ -164,10 +168,15 @@ class BlockStore:
         return tuple(chains)
 
     def allocate(
-        self, path: Sequence[bytes], num_reused: int, parent: bytes | None = None, num_extra: int = 0
+        self,
+        path: Sequence[bytes],
+        num_reused: int,
+        parent: bytes | None = None,
+        num_extra: int = 0,
+        is_elsewhere: Callable[[bytes], bool] | None = None,
     ) -> Allocation:
         """Pins the first `num_reused` blocks of `path`; takes slots for the rest and `num_extra` more, evicting where
-        needed.
+        needed: the oldest, or with `is_elsewhere` first those old ones of which it says that another worker holds them.
 
         New blocks lie in contiguous runs, evenly over the ranks as far as their free slots allow, so that each half
         of a later split keeps a usable run.
@@ -179,7 +188,10 @@ class BlockStore:
         if num_reused:
             self.pin(path[:num_reused])
         wanted = len(path) - num_reused + num_extra
-        evicted = self._make_room(wanted - self._num_free) if wanted > self._num_free else []
+        evicted: list[bytes] = []
+        if wanted > self._num_free:
+            num_short = wanted - self._num_free
+            evicted = self._make_room(num_short) if is_elsewhere is None else self._thin_out(num_short, is_elsewhere)
         slots = self._take_slots(min(wanted, self._num_free))
         return Allocation(path, parent, num_reused, slots, evicted, above, num_extra)
 
@@ -386,6 +398,25 @@ class BlockStore:
             slots += [held[0] for _, held in oldest]
         self._release(slots)
         return evicted
+
+    def _thin_out(self, num_blocks: int, is_elsewhere: Callable[[bytes], bool]) -> list[bytes]:
+        """`_make_room`, but what other workers hold goes before what is a last copy and up to `_SPARED_BLOCKS` older.
+
+        A block goes only if none that extends it stays: those are older, and so among the ones looked at.
+        """
+        resident, pins = self._resident, self._pins
+        oldest = list(islice((block for block in resident if block not in pins), num_blocks + _SPARED_BLOCKS))
+        num_children = Counter(resident[block][1] for block in oldest)
+        evicted: dict[bytes, None] = {}
+        for is_wanted in (is_elsewhere, lambda _: True):
+            for block in oldest:
+                if len(evicted) == num_blocks:
+                    break
+                if block not in evicted and not num_children[block] and is_wanted(block):
+                    evicted[block] = None
+                    num_children[resident[block][1]] -= 1
+        self._release([resident.pop(block)[0] for block in evicted])
+        return list(evicted)
 
     def _take_slots(self, num_blocks: int) -> list[int]:
         self._num_free -= num_blocks

@@ -782,12 +782,12 @@ class ControlPlane:
 
     def _on_composition_requested(self, event: CompositionRequested, now_s: float) -> list[Action]:
         steering = self._ensure_steering(now_s)
-        steering.is_paused = True
+        steering.pause(True)
         steering.target = event.composition
         return self._move_towards_target(now_s)
 
     def _on_controller_paused(self, event: ControllerPaused, now_s: float) -> list[Action]:
-        self._ensure_steering(now_s).is_paused = event.is_paused
+        self._ensure_steering(now_s).pause(event.is_paused)
         return []
 
     def _ensure_steering(self, now_s: float) -> Steering:
@@ -836,6 +836,7 @@ class ControlPlane:
                 case OperationAborted(operation, restored):
                     if self._steering is not None:
                         # What stood in the way may still be there: the next window decides anew.
+                        self._steering.stop_thinking()
                         self._steering.target = None
                     handover = self._handovers.end(operation)
                     self._resume(handover)
@@ -845,6 +846,8 @@ class ControlPlane:
                         elif worker.status is WorkerStatus.PARKED:
                             actions.append(self._close_worker(worker))
                 case GroupLost(group):
+                    if self._steering is not None:
+                        self._steering.stop_thinking()
                     lost = self._serving.pop(group, None)
                     if lost is not None:
                         orphans += self._lose_worker(lost)

@@ -16,7 +16,7 @@ counts beside what it saves, the less the longer the traffic has stayed the same
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from vertumnus.core.slices import Slices, finish
 from vertumnus.core.topology import Topology
 from vertumnus.errors import ConfigError
 
-_SURGE_REQUESTS = 1000
-"""Arrivals of a surge that are replayed at most: ten milliseconds for the compositions that are followed."""
+_SURGE_REQUESTS = 1500
+"""Arrivals of a surge that are replayed at most: fifteen milliseconds for the compositions that are followed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class LookaheadController:
     """Of the last window of the traffic before, met by an idle pool."""
     _before: Arrivals | None = None
     """That window's arrivals."""
-    _recent: deque[Arrivals] = field(init=False)
+    _recent: deque[Window] = field(init=False)
     """The last windows of the traffic as it is."""
     _age: int = 0
     """Windows of that traffic."""
@@ -167,14 +167,15 @@ class LookaheadController:
 
     def observing(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
         """`observe` in slices of a few milliseconds; some microseconds per arrival, more where the traffic changed."""
-        arrivals = self._begin_window(window, state)
+        windows, queued = self._begin_window(window, state)
         was_steady = not state.in_transition and (self._last == state.composition or self._last is None)
         self._last = None if state.in_transition else state.composition
-        if not arrivals or self._shadows is None:
+        if not windows or self._shadows is None:
             return None
         row = self._shadows.compositions.index(state.composition)
-        for each in arrivals:
-            replayed = yield from self._shadows.replay(each)
+        for number, each in enumerate(windows):
+            arrivals = _with_queued(queued, each.arrivals) if number == 0 else each.arrivals
+            replayed = yield from self._shadows.replay(arrivals)
             self._evidence.add(replayed)
         if was_steady and len(window.arrivals):
             own_wait_s = replayed.wait_s[-len(window.arrivals) :, row]
@@ -182,7 +183,7 @@ class LookaheadController:
             self._waits.record(window.waited_s, float(np.minimum(own_wait_s, until_end_s).sum()), len(own_wait_s))
         row = self._drop_hopeless(row)
         if self.settings.surge_windows:
-            yield from self._meet_surges(window)
+            yield from self._meet_surges(windows)
         expected = self._expect(row)
         best = self._best(row, expected)
         proposal = None
@@ -205,20 +206,20 @@ class LookaheadController:
             )
         return proposal
 
-    def _begin_window(self, window: Window, state: PoolState) -> list[Arrivals]:
-        """What to replay, window by window, none of them empty; forgets what was learnt where that says nothing of the
-        traffic that goes on."""
+    def _begin_window(self, window: Window, state: PoolState) -> tuple[list[Window], Arrivals]:
+        """The windows to replay, those without arrivals left out, and what waits before the first of them; forgets what
+        was learnt where that says nothing of the traffic that goes on."""
         current = state.composition
         is_other = self._remember(window)
         if is_other and self._recent:
-            self._before = self._recent[-1]
+            self._before = self._recent[-1].arrivals
         has_changed = is_other or state.topology != self._topology
         if has_changed:
             self._entered.clear()
             self._recent.clear()
             self._age = 0
         self._age += 1
-        self._recent.append(window.arrivals)
+        self._recent.append(window)
         is_known = self._shadows is not None and current in self._shadows.compositions
         backlog = len(state.queued) / current.num_workers
         is_behind = backlog > 2 and len(self._evidence.counts) >= self.settings.backlog_windows
@@ -226,27 +227,26 @@ class LookaheadController:
         is_through = self._began_with_backlog and backlog <= 1 and not state.in_transition
         # An unknown composition is one that was dropped, passed through on the way; a backlog means that the first
         # window ranked too little. None of this is news of the traffic, so what was entered before still counts.
+        windows, queued = [window], state.queued.part(0, 0)
         if has_changed or not is_known or is_behind or is_through:
             self._start_anew(state)
-            self._began_with_backlog = backlog > 0.5
-            windows = [_with_queued(state.queued, window.arrivals)]
+            self._began_with_backlog = backlog > 0.5 and not is_through
+            queued = state.queued
         elif self._age % self.settings.review_windows == 0 and backlog <= 1 and not state.in_transition:
             self._start_anew(state)
             windows = list(self._recent)
-        else:
-            windows = [window.arrivals]
-        return [each for each in windows if len(each)]
+        return [each for each in windows if len(each.arrivals) or len(queued)], queued
 
-    def _meet_surges(self, window: Window) -> Slices[None]:
+    def _meet_surges(self, windows: Sequence[Window]) -> Slices[None]:
         """What would become of idle shadows in a surge of this traffic, and if the traffic before it came back."""
         assert self._shadows is not None
         compositions = self._shadows.compositions
-        if len(window.arrivals):
-            surge, ratio = window.arrivals.part(0, _SURGE_REQUESTS), self._surge_ratio(window)
-            since_s = surge.arrival_s - window.start_s
-            surge = replace(surge, arrival_s=window.start_s + since_s / ratio)
-            self._surges.add((yield from Shadows(compositions, self.cost_model).replay(surge)))
-            self._surge_requests = ratio * len(window.arrivals)
+        for window in windows:
+            if len(window.arrivals):
+                ratio = self._surge_ratio(window)
+                surge = _faster(window, ratio).part(0, _SURGE_REQUESTS)
+                self._surges.add((yield from Shadows(compositions, self.cost_model).replay(surge)))
+                self._surge_requests = ratio * len(window.arrivals)
         if self._before is not None and len(self._before) and not self._returns.counts:
             before = self._before.part(0, _SURGE_REQUESTS)
             self._returns.add((yield from Shadows(compositions, self.cost_model).replay(before)))
@@ -383,6 +383,19 @@ class LookaheadController:
             errors.append((sum(each.work_squared_s2 for each in part) / num_requests - mean**2) / num_requests)
         # Requests of one length have no variance; what rounding makes of their mean is no news.
         return bool(abs(means[0] - means[1]) > sigmas * np.sqrt(max(sum(errors), 0.0)) + 1e-6 * means[0])
+
+
+def _faster(window: Window, ratio: float) -> Arrivals:
+    """A window as long as this one in which its arrivals come `ratio` times as fast, again and again."""
+    arrivals = window.arrivals
+    num_requests = round(ratio * len(arrivals))
+    order = np.arange(num_requests) % len(arrivals)
+    times_s = window.duration_s * (np.arange(num_requests) // len(arrivals))
+    return Arrivals(
+        arrival_s=window.start_s + (times_s + arrivals.arrival_s[order] - window.start_s) / ratio,
+        input_tokens=arrivals.input_tokens[order],
+        prefix_tokens=arrivals.prefix_tokens[order],
+    )
 
 
 def _with_queued(queued: Arrivals, arrivals: Arrivals) -> Arrivals:

@@ -78,10 +78,21 @@ class Steering:
                 self._take(window, finished.value)
         return self._asked is None
 
+    def stop_thinking(self) -> None:
+        """Gives up what the controller is thinking about: what it was asked of is no more. The target stays."""
+        if self._asked is not None:
+            window, answer = self._asked
+            answer.close()
+            self._take(window, None)
+
+    def pause(self, is_paused: bool) -> None:
+        """An operator's word: a paused controller is not asked, and what it is thinking about comes to nothing."""
+        if is_paused:
+            self.stop_thinking()
+        self.is_paused = is_paused
+
     def _take(self, window: Window, proposal: Proposal | None) -> None:
         self._asked = None
-        if self.is_paused:  # an operator has spoken meanwhile
-            proposal = None
         self.last_window, self.last_proposal = window, proposal
         if proposal is not None:
             self.target = proposal.target
@@ -104,11 +115,8 @@ class Steering:
             self._asked = window, observing(self.controller, window, state)
 
     def use_costs(self, cost_model: CostModel) -> None:
-        """For a controller that predicts times itself; what it is thinking about, by the old ones, is given up."""
-        if self._asked is not None:
-            window, answer = self._asked
-            answer.close()
-            self._take(window, None)
+        """For a controller that predicts times itself; what it is thinking about goes by the old ones."""
+        self.stop_thinking()
         if isinstance(self.controller, LookaheadController):
             self.controller.use_costs(cost_model)
 

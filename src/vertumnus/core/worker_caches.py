@@ -5,7 +5,7 @@ the bookkeeping is done here, and what comes back is the reports to hand to the 
 lie whatever the workers: a store belongs to ranks, and opening a worker only groups the stores of its ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from vertumnus.core.block_store import Address, Allocation, BlockStore
@@ -111,11 +111,16 @@ class WorkerCaches:
     is_real: whether there is KV that has to lie somewhere. The last block of a prompt then takes a slot too where it is
     not full, though to the cache it means nothing; and a copy that is called off goes on writing for a while, so that
     its slots at a destination that lives on stay taken until `end_copy`.
+
+    spares_last_copies: whether blocks that other workers hold are evicted before older ones that nobody else does.
     """
 
-    def __init__(self, blocks_per_rank: int, block_tokens: int, *, is_real: bool = False) -> None:
+    def __init__(
+        self, blocks_per_rank: int, block_tokens: int, *, is_real: bool = False, spares_last_copies: bool = False
+    ) -> None:
         self.blocks_per_rank = blocks_per_rank
         self.block_tokens = block_tokens
+        self._spares_last_copies = spares_last_copies
         self._is_real = is_real
         self._workers: dict[int, _Worker] = {}
         self._rank_store: dict[int, BlockStore] = {}
@@ -283,7 +288,9 @@ class WorkerCaches:
                 limit = (request.input_tokens - 1) // block_tokens
                 num_reused = store.num_reusable(request.blocks, limit)
                 num_tails = int(self._is_real and request.input_tokens % block_tokens > 0)
-                allocation = store.allocate(request.blocks, num_reused, num_extra=num_tails)
+                allocation = store.allocate(
+                    request.blocks, num_reused, num_extra=num_tails, is_elsewhere=self._elsewhere(store)
+                )
                 evicted += allocation.evicted
                 worker.partial[request.request_id] = allocation
                 prefix_tokens = num_reused * block_tokens
@@ -293,6 +300,13 @@ class WorkerCaches:
                 prefix_tokens = max(item.start_tokens, allocation.num_reused * block_tokens)
             worker.running.append(BegunItem(item, allocation, prefix_tokens))
         return BegunStep(tuple(worker.running), self._removed(worker, evicted))
+
+    def _elsewhere(self, store: BlockStore) -> Callable[[bytes], bool] | None:
+        """Whether any other store has a block; None: eviction doesn't ask."""
+        if not self._spares_last_copies:
+            return None
+        others = [each for each in self.stores.values() if each is not store]
+        return lambda block: any(block in each for each in others)
 
     def addresses(self, worker_id: int, request_id: int) -> list[Address]:
         """Where the blocks of a request that has begun, or is held, lie or will lie, in order. With `is_real` the
@@ -366,7 +380,8 @@ class WorkerCaches:
         if not blocks:
             return None
         source.store.pin(blocks)
-        allocation = destination.store.allocate(blocks, 0, action.parent)
+        store = destination.store
+        allocation = store.allocate(blocks, 0, action.parent, is_elsewhere=self._elsewhere(store))
         self._copies[action.copy_id] = _Copy(action, blocks, allocation)
         source.copies.add(action.copy_id)
         destination.copies.add(action.copy_id)

@@ -87,6 +87,7 @@ class SimulatedPool:
         report_delay_s: float = 0.0,
         overheads: LiveOverheads | None = None,
         waits_for_handoffs: bool = False,
+        spares_last_copies: bool = False,
         start_s: float = 0.0,
         failures: Sequence[Failure] = (),
         seed: int = 0,
@@ -115,7 +116,7 @@ class SimulatedPool:
         self._sequence = 0
         self._undone: deque[Action] = deque()
         self._is_performing = False
-        self._caches = WorkerCaches(blocks_per_rank, block_tokens)
+        self._caches = WorkerCaches(blocks_per_rank, block_tokens, spares_last_copies=spares_last_copies)
         self._started: dict[int, tuple[float, int]] = {}
         self._suspended: dict[int, tuple[float, int]] = {}
         """What was in `_started` of requests that go on elsewhere."""

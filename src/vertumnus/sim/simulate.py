@@ -67,6 +67,8 @@ class SimulationSettings:
     """Whether a request may wait for a prefix that another is computing; None: for our policy only."""
     replication: ReplicationSettings = field(default_factory=ReplicationSettings)
     """Thresholds of Algorithm 2, where it runs."""
+    spares_last_copies: bool = False
+    """Whether blocks that other workers hold are evicted before older ones that nobody else does."""
     controller: str = "lookahead"
     controller_settings: ControllerSettings | None = None
     """None: the controller's own."""
@@ -228,6 +230,7 @@ def simulate(
         report_delay_s=settings.report_delay_s,
         overheads=settings.overheads,
         waits_for_handoffs=settings.waits_for_handoffs,
+        spares_last_copies=settings.spares_last_copies,
         start_s=-settings.lead_s,
         failures=settings.failures,
         seed=settings.seed,

@@ -212,6 +212,24 @@ def test_the_destination_holds_most_of_the_path_then_has_room_then_a_short_queue
     assert scan(pool, EAGER).replications[0].destination_worker_id == 3
 
 
+def test_one_more_replica_is_made_only_where_it_relieves_a_queue_if_that_is_asked_for() -> None:
+    looking = replace(EAGER, min_relief_s=0.5)
+    pool = hot_pool(1, 1, 1)
+    pool.loads[1] = WorkerLoad(queue_s=2.0, capacity_blocks=1000)
+    pool.loads[2] = WorkerLoad(queue_s=0.2, capacity_blocks=1000)
+    assert scan(pool, EAGER).replications, "Algorithm 2 asks for uses alone"
+    pool = hot_pool(1, 1, 1)
+    assert scan(pool, looking).replications == (), "the holder has nothing to be relieved of"
+    pool = hot_pool(1, 1, 1)
+    pool.loads[0] = WorkerLoad(queue_s=1.0, capacity_blocks=1000)
+    pool.loads[1] = WorkerLoad(queue_s=2.0, capacity_blocks=1000)
+    pool.loads[2] = WorkerLoad(queue_s=0.2, capacity_blocks=1000)
+    pool.store(1, (0, 1))
+    (plan,) = scan(pool, looking).replications
+    assert plan.destination_worker_id == 2, "the shortest queue, though the other one lacks less"
+    assert plan.score == pytest.approx(20 * 0.8)
+
+
 def test_an_inter_degree_copy_comes_from_the_least_loaded_holder_and_is_ranked_by_benefit_per_block() -> None:
     pool = pool_of(1, 1, 2)
     for worker_id in (0, 1):

@@ -60,7 +60,8 @@ class CopyPlanner:
 
     Destination: among workers of the degree that may receive, do not hold the prefix and are not about to, and can
     take the copy within `max_intake_ratio`: the smallest footprint (the longest ancestor path held), then room without
-    evictions, then the shortest queue, then the lowest id. Source: among holders of the complete prefix (of the same
+    evictions, then the shortest queue, then the lowest id; with `min_relief_s` one more replica goes where the queue is
+    shortest. Source: among holders of the complete prefix (of the same
     degree for an intra-degree copy) with room left on the link: the shortest queue, then the lowest id.
     """
 
@@ -108,7 +109,7 @@ class CopyPlanner:
         give it."""
         if not path or not self._is_candidate(kind, path[-1], degree_index):
             return None
-        destination = self._choose_destination(path, degree_index)
+        destination = self._choose_destination(kind, path, degree_index)
         source = self._choose_source(kind, path, degree_index, destination) if destination else None
         if destination is None or source is None:
             return None
@@ -119,6 +120,11 @@ class CopyPlanner:
             score = benefit * self._trie.missed_scale[degree_index] / missing_blocks
         else:
             score = float(self.demand(kind, np.array([path[-1]], dtype=np.int32), degree_index)[0])
+            if self._settings.min_relief_s:
+                relief_s = self._relief_s(path, degree_index, destination)
+                if relief_s < self._settings.min_relief_s:
+                    return None
+                score *= relief_s
         return CopyOutline(
             source_worker_id=source_id,
             destination_worker_id=destination.worker_id,
@@ -186,7 +192,7 @@ class CopyPlanner:
         slot = self._slots.get(worker_id)
         return slot is not None and bool(self._trie.sets.degree_masks[degree_index] >> slot & 1)
 
-    def _choose_destination(self, path: list[int], degree_index: int) -> _Destination | None:
+    def _choose_destination(self, kind: CopyKind, path: list[int], degree_index: int) -> _Destination | None:
         trie, settings, receivers = self._trie, self._settings, self._receivers[degree_index]
         starts, set_ids = trie.set_runs(path)
         slots = receivers.slots
@@ -203,7 +209,10 @@ class CopyPlanner:
         if not len(feasible):
             return None
         evicts = trie.resident_blocks[slots[feasible]] + intake[feasible] > receivers.capacity_blocks[feasible]
-        order = np.lexsort((receivers.worker_ids[feasible], receivers.queue_s[feasible], evicts, missing[feasible]))
+        keys = [receivers.worker_ids[feasible], receivers.queue_s[feasible], evicts, missing[feasible]]
+        if kind is CopyKind.INTRA and settings.min_relief_s:
+            keys.append(receivers.queue_s[feasible])
+        order = np.lexsort(keys)
         row = int(feasible[order[0]])
         return _Destination(int(receivers.worker_ids[row]), int(slots[row]), int(held[row]), int(missing[row]))
 
@@ -222,6 +231,14 @@ class CopyPlanner:
             while start < len(path) and worker_id in self._copies.coming_to(self._trie.nodes.hash_of(path[start])):
                 start += 1
         return start
+
+    def _relief_s(self, path: list[int], degree_index: int, destination: _Destination) -> float:
+        """By how much the destination is less busy than every worker of the degree that holds the prefix."""
+        sets = self._trie.sets
+        holders = sets.masks[self._trie.nodes.holder_set.cells[path[-1]]] & sets.degree_masks[degree_index]
+        known = [self._worker_by_slot[slot] for slot in slots_of(holders) if slot in self._worker_by_slot]
+        queues_s = [self._loads[worker_id].queue_s for worker_id in known]
+        return min(queues_s, default=0.0) - self._loads[destination.worker_id].queue_s
 
     def _choose_source(
         self, kind: CopyKind, path: list[int], degree_index: int, destination: _Destination

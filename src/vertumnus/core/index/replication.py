@@ -22,6 +22,10 @@ class ReplicationSettings:
     """Predicted seconds lost for want of a first replica at a degree, above which one is made."""
     theta_intra: float = 4.0
     """Uses per replica above which one more is made at the same degree."""
+    min_relief_s: float = 0.0
+    """Seconds that the destination of one more replica at a degree must be less busy than the least busy holder, whose
+    queue it relieves; uses per replica then count as many times as that is seconds. 0: queues don't matter, as in
+    Algorithm 2."""
     theta_reclaim: float = 0.1
     """Uses per replica below which one may be reclaimed; below theta_intra, else a copy is undone by the next scan."""
     decay: float = 0.8
@@ -44,7 +48,15 @@ class ReplicationSettings:
     """Resident blocks over capacity from which a worker's replicas are reclaimed."""
 
     def __post_init__(self) -> None:
-        for name in ("theta_inter_s", "theta_intra", "theta_reclaim", "grace_s", "pressure_ratio", "max_intake_ratio"):
+        for name in (
+            "theta_inter_s",
+            "theta_intra",
+            "min_relief_s",
+            "theta_reclaim",
+            "grace_s",
+            "pressure_ratio",
+            "max_intake_ratio",
+        ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: a finite number, 0 or more")
         if not self.theta_reclaim < self.theta_intra:

@@ -18,7 +18,7 @@ from vertumnus.reproduction.rows import Outcome, Row
 from vertumnus.reproduction.traffic import planned, settings, workload
 from vertumnus.reproduction.tuning import mean_ttft_s
 from vertumnus.sim.compare import PolicyMaker, policy_maker
-from vertumnus.sim.simulate import SimulationSettings
+from vertumnus.sim.simulate import Pulls, SimulationSettings
 from vertumnus.workload.trace import Trace
 
 LOAD = 0.85
@@ -83,6 +83,15 @@ def _variants(base: SimulationSettings, profile: Profile, block_tokens: int) -> 
     for blocks in (50, 150, 500):
         changed = replace(base, blocks_per_rank=blocks)
         yield Variant(group="cache capacity", name=f"{blocks} blocks per GPU", settings=changed)
+    for blocks in (150, 500):
+        changed = replace(base, blocks_per_rank=blocks, spares_last_copies=True)
+        yield Variant(group="eviction", name=f"{blocks} blocks, last copies spared", settings=changed)
+    for relief_s in (0.05, 0.5):
+        changed = replace(base, replication=replace(base.replication, min_relief_s=relief_s))
+        yield Variant(group="replication", name=f"replicas that relieve {relief_s:g} s", settings=changed)
+    yield Variant(
+        group="replication", name="no replication", settings=replace(base, has_replication=False, pulls=Pulls.ANY)
+    )
     for node_gpus in (4, base.num_gpus):
         # The planned composition may not fit into other nodes: chosen anew.
         changed = replace(base, node_gpus=node_gpus, composition=None)
@@ -180,7 +189,8 @@ EXPERIMENTS = (
         ours=(
             "One thing changed at a time, the rest as by default (adaptive, from the composition that plan "
             "recommends): terms of J, weights, controllers and thresholds, window, delay of cache reports, a "
-            "wrong profile given to the control plane, block size, cache capacity, node size."
+            "wrong profile given to the control plane, block size, cache capacity, eviction that spares last copies, "
+            "replication that looks at queues, node size."
         ),
         budget_s=150,
         run=_run,
