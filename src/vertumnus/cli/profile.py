@@ -1,8 +1,9 @@
 """`vertumnus profile`: a profile of one's own, measured here or fitted to a log."""
 
 import asyncio
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,15 @@ class ProfilingError(click.ClickException):
 @click.option("--resume", is_flag=True, help="Go on with the samples that are there.")
 @click.option(
     "--traffic",
-    help="Trace, or synth:KIND, for kappa, by a simulated load ramp on the measured costs.",
+    help="Trace, or synth:KIND, for kappa, by a load ramp on one worker per degree.",
     metavar="TRACE",
+)
+@click.option(
+    "--ramp",
+    type=click.Choice(["simulated", "live"]),
+    default="simulated",
+    show_default=True,
+    help="On the measured costs in seconds, or on real ranks over HTTP in two minutes a degree.",
 )
 @click.option("--slo", default="1.0+0.0002L", show_default=True, help="TTFT target that kappa meets.")
 @click.option("--name", help="The profile's name (default: the file's).")
@@ -72,6 +80,7 @@ def command(
     samples: str | None,
     resume: bool,
     traffic: str | None,
+    ramp: str,
     slo: str,
     name: str | None,
     plot: str | None,
@@ -98,6 +107,8 @@ def command(
         check_plot_path(plot, force=force)
     if (model is None) == (from_samples is None):
         raise ConfigError("give MODEL, to measure it here, or --from-samples FILE; accepted: one of them")
+    if ramp == "live" and (model is None or traffic is None):
+        raise ConfigError("ramp is 'live'; accepted: simulated, or live with MODEL and --traffic")
     name = name or Path(output).stem
     target = Slo.parse(slo)
     trace = None if traffic is None else _traffic(traffic, seed)
@@ -122,7 +133,11 @@ def command(
         measured, choice, profile = _measured(settings, samples_path, resume, kv_mib_per_rank, name, force)
         packed = measured.packed
     if trace is not None:
-        profile = _with_kappa(profile, trace, target)
+        live = None
+        if ramp == "live":
+            assert model is not None
+            live = _LiveRanks(Path(model), dtype, threads, kv_mib_per_rank, seed)
+        profile = _with_kappa(profile, trace, target, live)
     write_profile(profile, output, force=force)
     if plot is not None:
         from vertumnus.profiling.plot import write_fit_plot
@@ -219,7 +234,51 @@ def _traffic(text: str, seed: int) -> "Trace":
     return read_trace(text, seed=seed)
 
 
-def _with_kappa(profile: "Profile", trace: "Trace", slo: "Slo") -> "Profile":
+@dataclass(frozen=True, slots=True)
+class _LiveRanks:
+    """Ranks for a live ramp, set up as those that were measured."""
+
+    model: Path
+    dtype: str | None
+    threads: int
+    kv_mib_per_rank: int
+    seed: int
+
+    def kappa(self, trace: "Trace", profile: "Profile", slo: "Slo") -> dict[int, float]:
+        from vertumnus.core.composition import Composition
+        from vertumnus.core.profile import write_profile
+        from vertumnus.engine.model_config import ModelConfig
+        from vertumnus.replay.prompts import DEFAULT_VOCAB
+        from vertumnus.validation.choice import REAL_STEP_TOKENS
+        from vertumnus.validation.live import LiveSideFailed, play_live
+        from vertumnus.validation.model import model_config, spec_of_model, with_spec
+        from vertumnus.validation.ramp import LiveRampSettings, live_kappa
+        from vertumnus.validation.side import Side
+
+        vocab = min(DEFAULT_VOCAB, ModelConfig.from_folder(self.model).vocab_size)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "profile.toml"
+            write_profile(profile, file)
+
+            def play(probe: "Trace", composition: Composition) -> Side:
+                config = model_config(
+                    self.model,
+                    num_ranks=composition.num_gpus,
+                    block_tokens=probe.block_tokens,
+                    step_tokens=max(REAL_STEP_TOKENS, probe.block_tokens),
+                    dtype=self.dtype,
+                ).model_copy(update={"threads_per_rank": self.threads, "kv_mib_per_rank": self.kv_mib_per_rank})
+                spec = spec_of_model(config, profile, controller=None, window_s=20.0).of(composition)
+                served = with_spec(config, spec, file)
+                return play_live(probe, served, seed=self.seed, vocab=vocab, slo=slo).side()
+
+            try:
+                return live_kappa(trace, profile, play, LiveRampSettings(slo=slo), note)
+            except LiveSideFailed as error:
+                raise ProfilingError(str(error)) from None
+
+
+def _with_kappa(profile: "Profile", trace: "Trace", slo: "Slo", live: _LiveRanks | None) -> "Profile":
     """Or the profile as it is, with a word on why, where some degree cannot serve this traffic.
 
     Requests that are longer than the model takes are left out.
@@ -230,18 +289,22 @@ def _with_kappa(profile: "Profile", trace: "Trace", slo: "Slo") -> "Profile":
     from vertumnus.sim.kappa import RampSettings, measured_kappa
 
     if profile.max_sequence_tokens is not None:
-        rows = np.flatnonzero(trace.input_tokens <= profile.max_sequence_tokens)
+        # An answer takes a token or two.
+        rows = np.flatnonzero(trace.input_tokens <= profile.max_sequence_tokens - 2)
         if len(rows) < 2:
             note(f"no kappa: {trace.name} has no requests that the model takes")
             return profile
         trace = trace.selected(rows)
-    kappa = measured_kappa(trace, profile, RampSettings(num_gpus=None, slo=slo))
+    if live is None:
+        kappa = measured_kappa(trace, profile, RampSettings(num_gpus=None, slo=slo))
+    else:
+        kappa = live.kappa(trace, profile, slo)
     if not all(kappa.values()):
         late = ", ".join(str(degree) for degree, value in kappa.items() if not value)
         note(f"no kappa: at degree {late} no load of {trace.name} meets {slo}")
         return profile
-    how = f"simulated load ramp of one worker, {trace.name}, SLO {slo}"
-    return profile.with_kappa(kappa, Provenance(Source.ESTIMATED, how))
+    source, what = (Source.ESTIMATED, "simulated") if live is None else (Source.MEASURED, "live")
+    return profile.with_kappa(kappa, Provenance(source, f"{what} load ramp of one worker, {trace.name}, SLO {slo}"))
 
 
 def _document(

@@ -77,17 +77,32 @@ def measured_kappa(
 
 def ramp(trace: Trace, profile: Profile, degree: int, settings: RampSettings = RampSettings()) -> float:
     """kappa of one degree, by bisection on the arrival rate."""
-    traffic = _served_in_time(trace, profile, degree, settings)
+    traffic = served_in_time(trace, profile, degree, settings)
     if traffic is None:
         return 0.0
-    costs = profile.cost_model().for_degrees((degree,))
-    cold_s = float(np.mean(costs.prefill_s(traffic.input_tokens.astype(np.float64), 0.0)))
-    # Between nothing and one and a half times what the workers could do if no prompt were ever cached.
-    low_per_s, high_per_s = 0.0, 1.5 * settings.num_workers(degree) / cold_s
-    best = 0.0
-    for _ in range(NUM_PROBES):
+    high_per_s = settings.num_workers(degree) * highest_rate_per_s(traffic, profile, degree)
+
+    def sustained(rate_per_s: float) -> float | None:
+        return _sustained(traffic.rescaled(rate_per_s), profile, degree, settings)
+
+    return largest_demand(sustained, high_per_s, NUM_PROBES)
+
+
+def highest_rate_per_s(traffic: Trace, profile: Profile, degree: int) -> float:
+    """One and a half times what a worker could do if no prompt were ever cached: where a ramp ends."""
+    cold_s = profile.cost_model().for_degrees((degree,)).prefill_s(traffic.input_tokens.astype(np.float64), 0.0)
+    return 1.5 / float(np.mean(cold_s))
+
+
+def largest_demand(sustained: Callable[[float], float | None], high_per_s: float, num_probes: int) -> float:
+    """The demand at the highest rate, between nothing and `high_per_s`, that was sustained; 0 if none was.
+
+    `sustained` gives the demand at a rate, None where it was too much. Each probe halves what is left of the range.
+    """
+    low_per_s = best = 0.0
+    for _ in range(num_probes):
         rate_per_s = (low_per_s + high_per_s) / 2
-        demand = _sustained(traffic.rescaled(rate_per_s), profile, degree, settings)
+        demand = sustained(rate_per_s)
         if demand is None:
             high_per_s = rate_per_s
         else:
@@ -95,7 +110,7 @@ def ramp(trace: Trace, profile: Profile, degree: int, settings: RampSettings = R
     return best
 
 
-def _served_in_time(trace: Trace, profile: Profile, degree: int, settings: RampSettings) -> Trace | None:
+def served_in_time(trace: Trace, profile: Profile, degree: int, settings: RampSettings) -> Trace | None:
     """The first requests that a cold worker of this degree could serve in time; None if there are too few."""
     tokens = trace.input_tokens.astype(np.float64)
     cold_s = profile.cost_model().for_degrees((degree,)).prefill_s(tokens, 0.0)
