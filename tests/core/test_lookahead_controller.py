@@ -290,3 +290,25 @@ def test_a_window_of_many_requests_is_thought_over_in_many_short_slices():
     for each in busy:
         num_slices = sum(1 for _ in controller.observing(each, state(Composition.parse("2x8"))))
         assert num_slices >= 2_000 * len(controller._shadows.compositions) / 6_000
+
+
+def test_a_surge_lasts_as_long_as_a_window_and_a_review_meets_those_of_all_windows_it_looks_at():
+    controller = LookaheadController(COST)
+    ours = LookaheadSettings()
+    for number, each in enumerate(equal_windows(ours.review_windows, 40, [3_000]), 1):
+        controller.observe(each, state(Composition.parse("16x1")))
+        seen = controller._surges.counts
+        assert set(seen) == {ours.surge_ratio * 40}
+        assert len(seen) == (ours.reviewed_windows if number == ours.review_windows else number)
+
+
+def test_a_backlog_that_neither_grows_nor_goes_does_not_make_the_controller_forget_window_after_window():
+    """It begins with more than two requests a worker, then there is always some request for most of the workers."""
+    controller = LookaheadController(COST)
+    current = Composition.parse("8x2")
+    for number, each in enumerate(equal_windows(6, 60, [8_000])):
+        num_queued = 20 if number == 0 else 6
+        queued = arrivals(each.start_s, [0.0] * num_queued, [8_000] * num_queued)
+        controller.observe(each, replace(state(current), queued=queued))
+    # All but the first are remembered: that one told who is quickest at working off a backlog.
+    assert len(controller._evidence.counts) == 5

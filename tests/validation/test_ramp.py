@@ -62,3 +62,20 @@ def test_the_largest_demand_is_found_by_halving():
     assert largest_demand(sustained, 8.0, 4) == pytest.approx(0.3)
     assert asked == [4, 2, 3, 3.5]
     assert largest_demand(lambda rate_per_s: None, 8.0, 4) == 0
+
+
+@pytest.mark.parametrize("probe_s", [0.001, 1.0, 10.0, 100.0])
+def test_a_probe_lasts_longer_only_to_hold_some_requests(probe_s):
+    probes = []
+
+    def answer_at_once(trace, composition):
+        probes.append(trace)
+        nothing = np.zeros(trace.num_requests)
+        return Side(ttft_s=nothing, cached_tokens=nothing, groups=(None,) * trace.num_requests, compositions=())
+
+    live_kappa(TRAFFIC, PROFILE, answer_at_once, LiveRampSettings(slo=Slo(10.0, 0.002), probe_s=probe_s))
+    assert len(probes) == 5 * len(PROFILE.degrees)
+    for trace in probes:
+        assert trace.num_requests >= 2
+        if trace.num_requests > 2:
+            assert trace.duration_s <= (probe_s if trace.num_requests > 10 else 4 * probe_s)

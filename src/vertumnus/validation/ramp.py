@@ -19,7 +19,8 @@ from vertumnus.validation.run import as_validated
 from vertumnus.validation.side import Side
 from vertumnus.workload.trace import Trace
 
-MIN_PROBE_REQUESTS = 10
+_MIN_REQUESTS, _MOST_PROBES = 10, 4
+"""A probe that would hold fewer requests lasts until it holds so many, at most so many times as long."""
 
 Play = Callable[[Trace, Composition], Side]
 """Plays a trace through a live pool of this composition."""
@@ -32,7 +33,7 @@ class LiveRampSettings:
     slo: Slo = field(default_factory=Slo)
     target_ratio: float = 0.95
     probe_s: float = 20.0
-    """Seconds that one rate is played for; longer where they would hold too few requests."""
+    """Seconds that one rate is played for; up to four times as long where they would hold too few requests."""
     num_probes: int = 5
 
 
@@ -45,7 +46,7 @@ def live_kappa(
 ) -> dict[int, float]:
     """kappa of every degree of the profile; 0 for one that can serve none of this traffic in time.
 
-    Takes `num_probes` times `probe_s` and a start of the pool per degree.
+    Takes `num_probes` times `probe_s` per degree, up to four times as long at low rates, and as many starts.
     """
     kappa = {}
     for degree in profile.degrees:
@@ -70,10 +71,10 @@ def live_kappa(
 
 
 def _probe(traffic: Trace, rate_per_s: float, probe_s: float) -> Trace:
-    """The beginning of the traffic at a rate."""
+    """The beginning of the traffic at a rate, of two requests or more."""
     probe = as_validated(traffic, rate_per_s=rate_per_s)
-    num_requests = max(MIN_PROBE_REQUESTS, int((probe.arrival_s <= probe_s).sum()))
-    return probe.limited(min(num_requests, probe.num_requests))
+    num_requests, most = (int((probe.arrival_s <= seconds).sum()) for seconds in (probe_s, _MOST_PROBES * probe_s))
+    return probe.limited(min(max(num_requests, min(_MIN_REQUESTS, most), 2), probe.num_requests))
 
 
 def demand_and_attainment(trace: Trace, side: Side, profile: Profile, degree: int, slo: Slo) -> tuple[float, float]:
