@@ -5,12 +5,14 @@ import contextlib
 import itertools
 import json
 from collections import Counter
+from functools import partial
 
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.models import tiny_llama
+from tests.serve.real import tiny_model
 
 from vertumnus.cli import main
 from vertumnus.core.fit import PrefillSample
@@ -27,6 +29,9 @@ from vertumnus.profiling.samples import (
     read_samples,
     resume_samples,
 )
+from vertumnus.replay.blocks import scaled_lengths
+from vertumnus.validation import ramp
+from vertumnus.validation.ramp import LiveRampSettings
 from vertumnus.workload.synthesis import synthesise
 from vertumnus.workload.writers import write_trace
 
@@ -301,3 +306,24 @@ def test_ranks_are_measured_and_a_broken_run_goes_on_where_it_was(tmp_path):
     again = samples.read_text().splitlines()
     assert again[: len(taken) - 3] == taken[:-3]
     assert len(again) == len(taken)
+
+
+def test_a_live_ramp_measures_kappa_on_the_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(ramp, "LiveRampSettings", partial(LiveRampSettings, probe_s=1.0, num_probes=1))
+    output, trace = tmp_path / "tiny.toml", tmp_path / "trace.jsonl"
+    write_trace(scaled_lengths(synthesise("conversation", seed=1, duration_s=60, rate_per_s=3), 0.02), trace)
+    arguments = ("--max-tokens", 256, "--rounds", 1, "--minutes", 0.2, "--ranks", 1, "--traffic", trace)
+    result = run(tiny_model.folder(), "-o", output, *arguments, "--ramp", "live", "--slo", "5")
+    assert result.exit_code == 0, result.stderr
+    assert "attainment 100%" in result.stderr
+    profile = load_profile(output)
+    assert 0 < profile.kappa[1] <= 1
+    assert profile.provenance["kappa.1"].source is Source.MEASURED
+    assert "live load ramp of one worker" in profile.provenance["kappa.1"].note
+
+
+def test_a_live_ramp_needs_ranks_and_traffic(log, tmp_path):
+    for missing in (("--from-samples", log, "--traffic", "synth:conversation"), (tmp_path,)):
+        result = run("-o", tmp_path / "mine.toml", "--ramp", "live", *missing)
+        assert result.exit_code == 2
+        assert "accepted: simulated, or live with MODEL and --traffic" in result.stderr
