@@ -1,9 +1,9 @@
 """`vertumnus profile`: a profile of one's own, measured here or fitted to a log."""
 
 import asyncio
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -133,11 +133,13 @@ def command(
         measured, choice, profile = _measured(settings, samples_path, resume, kv_mib_per_rank, name, force)
         packed = measured.packed
     if trace is not None:
-        live = None
+        kappa_of = None
         if ramp == "live":
             assert model is not None
-            live = _LiveRanks(Path(model), dtype, threads, kv_mib_per_rank, seed)
-        profile = _with_kappa(profile, trace, target, live)
+            kappa_of = partial(
+                _live_kappa, Path(model), dtype=dtype, threads=threads, kv_mib_per_rank=kv_mib_per_rank, seed=seed
+            )
+        profile = _with_kappa(profile, trace, target, kappa_of)
     write_profile(profile, output, force=force)
     if plot is not None:
         from vertumnus.profiling.plot import write_fit_plot
@@ -234,52 +236,25 @@ def _traffic(text: str, seed: int) -> "Trace":
     return read_trace(text, seed=seed)
 
 
-@dataclass(frozen=True, slots=True)
-class _LiveRanks:
-    """Ranks for a live ramp, set up as those that were measured."""
+def _live_kappa(model: Path, trace: "Trace", profile: "Profile", slo: "Slo", **ranks: Any) -> dict[int, float]:
+    from vertumnus.validation.live import LiveSideFailed
+    from vertumnus.validation.ramp import LiveRampSettings, RealWorkers, live_kappa
 
-    model: Path
-    dtype: str | None
-    threads: int
-    kv_mib_per_rank: int
-    seed: int
-
-    def kappa(self, trace: "Trace", profile: "Profile", slo: "Slo") -> dict[int, float]:
-        from vertumnus.core.composition import Composition
-        from vertumnus.core.profile import write_profile
-        from vertumnus.engine.model_config import ModelConfig
-        from vertumnus.replay.prompts import DEFAULT_VOCAB
-        from vertumnus.validation.choice import REAL_STEP_TOKENS
-        from vertumnus.validation.live import LiveSideFailed, play_live
-        from vertumnus.validation.model import model_config, spec_of_model, with_spec
-        from vertumnus.validation.ramp import LiveRampSettings, live_kappa
-        from vertumnus.validation.side import Side
-
-        vocab = min(DEFAULT_VOCAB, ModelConfig.from_folder(self.model).vocab_size)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "profile.toml"
-            write_profile(profile, file)
-
-            def play(probe: "Trace", composition: Composition) -> Side:
-                config = model_config(
-                    self.model,
-                    num_ranks=composition.num_gpus,
-                    block_tokens=probe.block_tokens,
-                    step_tokens=max(REAL_STEP_TOKENS, probe.block_tokens),
-                    dtype=self.dtype,
-                ).model_copy(update={"threads_per_rank": self.threads, "kv_mib_per_rank": self.kv_mib_per_rank})
-                spec = spec_of_model(config, profile, controller=None, window_s=20.0).of(composition)
-                served = with_spec(config, spec, file)
-                return play_live(probe, served, seed=self.seed, vocab=vocab, slo=slo).side()
-
-            try:
-                return live_kappa(trace, profile, play, LiveRampSettings(slo=slo), note)
-            except LiveSideFailed as error:
-                raise ProfilingError(str(error)) from None
+    try:
+        with RealWorkers(model=model, profile=profile, slo=slo, **ranks) as workers:
+            return live_kappa(trace, profile, workers.play, LiveRampSettings(slo=slo), note)
+    except LiveSideFailed as error:
+        raise ProfilingError(str(error)) from None
 
 
-def _with_kappa(profile: "Profile", trace: "Trace", slo: "Slo", live: _LiveRanks | None) -> "Profile":
-    """Or the profile as it is, with a word on why, where some degree cannot serve this traffic.
+def _with_kappa(
+    profile: "Profile",
+    trace: "Trace",
+    slo: "Slo",
+    live: "Callable[[Trace, Profile, Slo], dict[int, float]] | None",
+) -> "Profile":
+    """By `live`, or by a simulated ramp; the profile as it is, with a word on why, where some degree cannot serve this
+    traffic.
 
     Requests that are longer than the model takes are left out.
     """
@@ -298,7 +273,7 @@ def _with_kappa(profile: "Profile", trace: "Trace", slo: "Slo", live: _LiveRanks
     if live is None:
         kappa = measured_kappa(trace, profile, RampSettings(num_gpus=None, slo=slo))
     else:
-        kappa = live.kappa(trace, profile, slo)
+        kappa = live(trace, profile, slo)
     if not all(kappa.values()):
         late = ", ".join(str(degree) for degree, value in kappa.items() if not value)
         note(f"no kappa: at degree {late} no load of {trace.name} meets {slo}")

@@ -6,15 +6,22 @@ token-weighted SLO attainment meets its target. It holds all that the program ar
 a short probe: good to the share of a worker that the last halving leaves.
 """
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from vertumnus.core.composition import Composition
-from vertumnus.core.profile import Profile
+from vertumnus.core.profile import Profile, write_profile
 from vertumnus.core.slo import Slo
+from vertumnus.engine.model_config import ModelConfig
+from vertumnus.replay.prompts import DEFAULT_VOCAB
 from vertumnus.sim.kappa import RampSettings, highest_rate_per_s, largest_demand, served_in_time
+from vertumnus.validation.choice import REAL_STEP_TOKENS
+from vertumnus.validation.live import play_live
+from vertumnus.validation.model import model_config, spec_of_model, with_spec
 from vertumnus.validation.run import as_validated
 from vertumnus.validation.side import Side
 from vertumnus.workload.trace import Trace
@@ -35,6 +42,45 @@ class LiveRampSettings:
     probe_s: float = 20.0
     """Seconds that one rate is played for; up to four times as long where they would hold too few requests."""
     num_probes: int = 5
+
+
+@dataclass(kw_only=True)
+class RealWorkers:
+    """Pools of real ranks, set up as those that were measured; a context, which keeps the profile's file meanwhile."""
+
+    model: Path
+    profile: Profile
+    slo: Slo
+    dtype: str | None
+    threads: int
+    kv_mib_per_rank: int
+    seed: int
+    _folder: "tempfile.TemporaryDirectory[str]" = field(default_factory=tempfile.TemporaryDirectory)
+
+    def __enter__(self) -> "RealWorkers":
+        write_profile(self.profile, self._file)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._folder.cleanup()
+
+    @property
+    def _file(self) -> Path:
+        return Path(self._folder.name) / "profile.toml"
+
+    def play(self, trace: Trace, composition: Composition) -> Side:
+        """As `Play`. Raises LiveSideFailed where the pool does not come up."""
+        config = model_config(
+            self.model,
+            num_ranks=composition.num_gpus,
+            block_tokens=trace.block_tokens,
+            step_tokens=max(REAL_STEP_TOKENS, trace.block_tokens),
+            dtype=self.dtype,
+        ).model_copy(update={"threads_per_rank": self.threads, "kv_mib_per_rank": self.kv_mib_per_rank})
+        spec = spec_of_model(config, self.profile, controller=None, window_s=20.0).of(composition)
+        vocab = min(DEFAULT_VOCAB, ModelConfig.from_folder(self.model).vocab_size)
+        served = with_spec(config, spec, self._file)
+        return play_live(trace, served, seed=self.seed, vocab=vocab, slo=self.slo).side()
 
 
 def live_kappa(
