@@ -141,9 +141,9 @@ class Supervisor:
         """What the router says, line by line, until it ends. Signals are taken in between."""
         rest = b""
         kill_at_s: float | None = None
-        with selectors.DefaultSelector() as selector, _pid_fd(router.pid) as pid_fd:
+        with selectors.DefaultSelector() as selector, _end_fd(router) as end_fd:
             selector.register(pipe, selectors.EVENT_READ)
-            selector.register(pid_fd, selectors.EVENT_READ)
+            selector.register(end_fd, selectors.EVENT_READ)
             while True:
                 if self._is_stopping and kill_at_s is None:
                     kill_at_s = time.monotonic() + self.config.drain_timeout_s + KILL_AFTER_S
@@ -157,7 +157,7 @@ class Supervisor:
                         yield from lines
                         continue
                     selector.unregister(pipe)
-                if pid_fd in ready:
+                if end_fd in ready:
                     return
 
     def _note_restart(self) -> None:
@@ -178,11 +178,11 @@ class Supervisor:
 
 
 @contextlib.contextmanager
-def _pid_fd(pid: int) -> Iterator[int]:
-    """Readable once the process has ended, be it reaped already (a signal sent by `Popen` looks first)."""
+def _end_fd(process: "subprocess.Popen[bytes]") -> Iterator[int]:
+    """Readable once the process has ended, be it reaped already: its id may be another's by then."""
     try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
+        fd = os.eventfd(1) if process.poll() is not None else os.pidfd_open(process.pid)
+    except ProcessLookupError:  # a signal that came just now has looked, and reaped it
         fd = os.eventfd(1)
     try:
         yield fd
