@@ -470,6 +470,17 @@ def test_an_answer_that_was_thought_over_across_a_change_of_the_pool_counts_for_
     assert driver.plane.last_window is not None, "it is asked again with the next window alone"
 
 
+def test_an_answer_that_was_thought_over_while_a_rank_came_back_counts_for_nothing():
+    driver = Driver("4x1", controller=Thinking("1x2"), window_s=9.0)
+    driver.tell(RankFailed(3))
+    driver.tell(TimerFired(), 9.0)
+    driver.tell(RankRecovered(3))
+    for _ in range(3):
+        driver.tell(TimerFired())
+    assert driver.plane.last_window is not None
+    assert (driver.plane.target, driver.plane.last_proposal) == (None, None)
+
+
 def test_an_answer_that_was_thought_over_while_an_operation_was_given_up_counts_for_nothing():
     driver = Driver("4x1", controller=Thinking("2x2"), window_s=9.0)
     window_ends(driver)

@@ -292,7 +292,7 @@ def test_a_window_of_many_requests_is_thought_over_in_many_short_slices():
         assert num_slices >= 2_000 * len(controller._shadows.compositions) / 6_000
 
 
-def test_a_surge_lasts_as_long_as_a_window_and_a_review_meets_those_of_all_windows_it_looks_at():
+def test_a_surge_lasts_as_long_as_a_window_of_few_requests_and_a_review_meets_those_of_all_windows_it_looks_at():
     controller = LookaheadController(COST)
     ours = LookaheadSettings()
     for number, each in enumerate(equal_windows(ours.review_windows, 40, [3_000]), 1):
@@ -312,3 +312,21 @@ def test_a_backlog_that_neither_grows_nor_goes_does_not_make_the_controller_forg
         controller.observe(each, replace(state(current), queued=queued))
     # All but the first are remembered: that one told who is quickest at working off a backlog.
     assert len(controller._evidence.counts) == 5
+
+
+def test_what_was_given_up_half_thought_is_thought_over_with_the_next_window():
+    """An operator pauses and resumes the controller while it looks at all compositions again."""
+    ours = LookaheadSettings()
+    controllers = LookaheadController(COST), LookaheadController(COST)
+    windows = equal_windows(ours.review_windows + 1, 40, [3_000])
+    seen = []
+    for number, each in enumerate(windows, 1):
+        for is_disturbed, controller in enumerate(controllers):
+            thinking = controller.observing(each, state(Composition.parse("16x1")))
+            if is_disturbed and number == ours.review_windows:
+                next(thinking)
+                thinking.close()
+            else:
+                finish(thinking)
+        seen = [(len(each._evidence.counts), len(each._surges.counts)) for each in controllers]
+    assert seen == [(ours.reviewed_windows + 1,) * 2, (ours.reviewed_windows,) * 2]

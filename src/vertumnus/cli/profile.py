@@ -57,7 +57,7 @@ class ProfilingError(click.ClickException):
     type=click.Choice(["simulated", "live"]),
     default="simulated",
     show_default=True,
-    help="On the measured costs in seconds, or on real ranks over HTTP in two minutes a degree.",
+    help="On the measured costs in seconds, or on real ranks over HTTP in two to seven minutes a degree.",
 )
 @click.option("--slo", default="1.0+0.0002L", show_default=True, help="TTFT target that kappa meets.")
 @click.option("--name", help="The profile's name (default: the file's).")
@@ -139,7 +139,11 @@ def command(
             kappa_of = partial(
                 _live_kappa, Path(model), dtype=dtype, threads=threads, kv_mib_per_rank=kv_mib_per_rank, seed=seed
             )
-        profile = _with_kappa(profile, trace, target, kappa_of)
+        try:
+            profile = _with_kappa(profile, trace, target, kappa_of)
+        except VertumnusError as error:  # what was measured before stays
+            write_profile(profile, output, force=force)
+            raise ProfilingError(f"{error}; {output} is without kappa") from None
     write_profile(profile, output, force=force)
     if plot is not None:
         from vertumnus.profiling.plot import write_fit_plot
@@ -237,14 +241,10 @@ def _traffic(text: str, seed: int) -> "Trace":
 
 
 def _live_kappa(model: Path, trace: "Trace", profile: "Profile", slo: "Slo", **ranks: Any) -> dict[int, float]:
-    from vertumnus.validation.live import LiveSideFailed
     from vertumnus.validation.ramp import LiveRampSettings, RealWorkers, live_kappa
 
-    try:
-        with RealWorkers(model=model, profile=profile, slo=slo, **ranks) as workers:
-            return live_kappa(trace, profile, workers.play, LiveRampSettings(slo=slo), note)
-    except LiveSideFailed as error:
-        raise ProfilingError(str(error)) from None
+    with RealWorkers(model=model, profile=profile, slo=slo, **ranks) as workers:
+        return live_kappa(trace, profile, workers.play, LiveRampSettings(slo=slo), note)
 
 
 def _with_kappa(

@@ -402,19 +402,19 @@ class BlockStore:
     def _thin_out(self, num_blocks: int, is_elsewhere: Callable[[bytes], bool]) -> list[bytes]:
         """`_make_room`, but what other workers hold goes before what is a last copy and up to `_SPARED_BLOCKS` older.
 
-        A block goes only if none that extends it stays: those are older, and so among the ones looked at.
+        A block that others hold goes only if none that extends it stays; the others, as ever, by age.
         """
         resident, pins = self._resident, self._pins
         oldest = list(islice((block for block in resident if block not in pins), num_blocks + _SPARED_BLOCKS))
-        num_children = Counter(resident[block][1] for block in oldest)
+        num_children = Counter(resident[block][1] for block in (*oldest, *pins))
         evicted: dict[bytes, None] = {}
-        for is_wanted in (is_elsewhere, lambda _: True):
-            for block in oldest:
-                if len(evicted) == num_blocks:
-                    break
-                if block not in evicted and not num_children[block] and is_wanted(block):
-                    evicted[block] = None
-                    num_children[resident[block][1]] -= 1
+        for block in oldest:
+            if len(evicted) < num_blocks and not num_children[block] and is_elsewhere(block):
+                evicted[block] = None
+                num_children[resident[block][1]] -= 1
+        for block in oldest:
+            if len(evicted) < num_blocks:
+                evicted.setdefault(block)
         self._release([resident.pop(block)[0] for block in evicted])
         return list(evicted)
 

@@ -803,6 +803,8 @@ class ControlPlane:
         return self._apply(self._reconfiguration.rank_failed(event.rank, now_s), now_s)
 
     def _on_rank_recovered(self, event: RankRecovered, now_s: float) -> list[Action]:
+        if self._steering is not None:
+            self._steering.stop_thinking()
         return self._apply(self._reconfiguration.rank_recovered(event.rank, now_s), now_s)
 
     def _apply(self, effects: Sequence[Effect], now_s: float) -> list[Action]:

@@ -152,6 +152,8 @@ class LookaheadController:
     _entered: Counter[Composition] = field(default_factory=Counter)
     _topology: Topology | None = None
     _began_with_backlog: bool = False
+    _is_thinking: bool = False
+    """Between the slices of a window; still so when the next one comes if it was given up."""
     _last: Composition | None = None
     """At the end of the window before; None before the first one and in a transition."""
 
@@ -173,6 +175,7 @@ class LookaheadController:
         if not windows or self._shadows is None:
             return None
         row = self._shadows.compositions.index(state.composition)
+        self._is_thinking = True
         for number, each in enumerate(windows):
             arrivals = _with_queued(queued, each.arrivals) if number == 0 else each.arrivals
             replayed = yield from self._shadows.replay(arrivals)
@@ -184,6 +187,7 @@ class LookaheadController:
         row = self._drop_hopeless(row)
         if self.settings.surge_windows:
             yield from self._meet_surges(windows)
+        self._is_thinking = False
         expected = self._expect(row)
         best = self._best(row, expected)
         proposal = None
@@ -232,10 +236,13 @@ class LookaheadController:
             self._start_anew(state)
             self._began_with_backlog = backlog > 0.5 and not is_through
             queued = state.queued
-        elif self._age % self.settings.review_windows == 0 and backlog <= 1 and not state.in_transition:
+        elif self._is_thinking or self._is_review_due(backlog, state):
             self._start_anew(state)
             windows = list(self._recent)
         return [each for each in windows if len(each.arrivals) or len(queued)], queued
+
+    def _is_review_due(self, backlog: float, state: PoolState) -> bool:
+        return self._age % self.settings.review_windows == 0 and backlog <= 1 and not state.in_transition
 
     def _meet_surges(self, windows: Sequence[Window]) -> Slices[None]:
         """What would become of idle shadows in a surge of this traffic, and if the traffic before it came back."""

@@ -305,8 +305,9 @@ class WorkerCaches:
         """Whether any other store has a block; None: eviction doesn't ask."""
         if not self._spares_last_copies:
             return None
-        others = [each for each in self.stores.values() if each is not store]
-        return lambda block: any(block in each for each in others)
+        return lambda block: any(
+            block in each.store for each in self._workers.values() if each.store is not store and not each.is_parked
+        )
 
     def addresses(self, worker_id: int, request_id: int) -> list[Address]:
         """Where the blocks of a request that has begun, or is held, lie or will lie, in order. With `is_real` the

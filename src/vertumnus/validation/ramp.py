@@ -105,7 +105,7 @@ def live_kappa(
             probe = _probe(traffic, rate_per_s, settings.probe_s)
             side = play(probe, Composition.of({degree: 1}))
             demand, attainment = demand_and_attainment(probe, side, profile, degree, settings.slo)
-            is_enough = attainment >= settings.target_ratio and demand <= 1
+            is_enough = attainment >= settings.target_ratio and 0 < demand <= 1
             say(
                 f"degree {degree}, {rate_per_s:.2f} requests/s: demand {demand:.2f}, attainment {attainment:.0%}"
                 + ("" if is_enough else ", too much")
@@ -126,10 +126,11 @@ def _probe(traffic: Trace, rate_per_s: float, probe_s: float) -> Trace:
 def demand_and_attainment(trace: Trace, side: Side, profile: Profile, degree: int, slo: Slo) -> tuple[float, float]:
     """(predicted service seconds that arrived per second, share of the tokens whose request was answered in time).
 
-    A request that failed was not answered in time, and counts as if nothing of it had been cached.
+    A request that failed was not answered in time, and counts as if nothing of it had been cached. The demand is 0
+    where all arrived at one instant, which tells of no rate.
     """
     tokens = trace.input_tokens.astype(np.float64)
     cached = np.nan_to_num(side.cached_tokens)
     service_s = profile.cost_model().for_degrees((degree,)).prefill_s(tokens - cached, cached)
     is_in_time = np.nan_to_num(side.ttft_s, nan=np.inf) <= slo.tau_s(tokens)
-    return float(service_s.sum()) / trace.duration_s, float(tokens[is_in_time].sum() / tokens.sum())
+    return trace.mean_rate_per_s * float(service_s.mean()), float(tokens[is_in_time].sum() / tokens.sum())

@@ -230,6 +230,18 @@ def test_one_more_replica_is_made_only_where_it_relieves_a_queue_if_that_is_aske
     assert plan.score == pytest.approx(20 * 0.8)
 
 
+def test_hot_paths_that_relieve_nothing_do_not_crowd_out_one_that_does() -> None:
+    pool = pool_of(1, 1, 1)
+    pool.loads[1] = WorkerLoad(queue_s=10.0, capacity_blocks=1000)
+    for number in range(20):
+        pool.store(0, (number,))
+        pool.use((number,), 1, times=50)
+    pool.store(1, (99,))
+    pool.use((99,), 1, times=9)
+    looking = replace(EAGER, min_relief_s=0.5, max_intra=1)
+    assert [plan.block for plan in scan(pool, looking).replications] == [block_at((99,))]
+
+
 def test_an_inter_degree_copy_comes_from_the_least_loaded_holder_and_is_ranked_by_benefit_per_block() -> None:
     pool = pool_of(1, 1, 2)
     for worker_id in (0, 1):

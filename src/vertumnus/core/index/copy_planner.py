@@ -104,6 +104,17 @@ class CopyPlanner:
         per_replica: NDArray[np.float64] = access * trie.access_scale[degree_index] / np.maximum(replicas, 1)
         return per_replica
 
+    def promise(self, kind: CopyKind, rows: Rows, degree_index: int) -> NDArray[np.float64]:
+        """`demand`, times the seconds that a replica could relieve at best where queues are looked at."""
+        demand = self.demand(kind, rows, degree_index)
+        if kind is CopyKind.INTER or not self._settings.min_relief_s:
+            return demand
+        least_s = float(self._receivers[degree_index].queue_s.min(initial=np.inf))
+        sets, set_of_row = np.unique(self._trie.nodes.holder_set.values[rows], return_inverse=True)
+        relief_s = [max(0.0, self._holders_queue_s(each, degree_index) - least_s) for each in sets.tolist()]
+        promised: NDArray[np.float64] = demand * np.array(relief_s)[set_of_row]
+        return promised
+
     def outline(self, kind: CopyKind, path: list[int], degree_index: int) -> CopyOutline | None:
         """How to copy the prefix that a path ends in; None if it is no candidate (any more) or nobody can take or
         give it."""
@@ -121,7 +132,8 @@ class CopyPlanner:
         else:
             score = float(self.demand(kind, np.array([path[-1]], dtype=np.int32), degree_index)[0])
             if self._settings.min_relief_s:
-                relief_s = self._relief_s(path, degree_index, destination)
+                holders_s = self._holders_queue_s(self._trie.nodes.holder_set.cells[path[-1]], degree_index)
+                relief_s = holders_s - self._loads[destination.worker_id].queue_s
                 if relief_s < self._settings.min_relief_s:
                     return None
                 score *= relief_s
@@ -232,13 +244,12 @@ class CopyPlanner:
                 start += 1
         return start
 
-    def _relief_s(self, path: list[int], degree_index: int, destination: _Destination) -> float:
-        """By how much the destination is less busy than every worker of the degree that holds the prefix."""
+    def _holders_queue_s(self, set_id: int, degree_index: int) -> float:
+        """Of the least busy worker of the degree in a set of holders; 0 if none is known."""
         sets = self._trie.sets
-        holders = sets.masks[self._trie.nodes.holder_set.cells[path[-1]]] & sets.degree_masks[degree_index]
-        known = [self._worker_by_slot[slot] for slot in slots_of(holders) if slot in self._worker_by_slot]
-        queues_s = [self._loads[worker_id].queue_s for worker_id in known]
-        return min(queues_s, default=0.0) - self._loads[destination.worker_id].queue_s
+        slots = slots_of(sets.masks[set_id] & sets.degree_masks[degree_index])
+        known = [self._worker_by_slot[slot] for slot in slots if slot in self._worker_by_slot]
+        return min((self._loads[worker_id].queue_s for worker_id in known), default=0.0)
 
     def _choose_source(
         self, kind: CopyKind, path: list[int], degree_index: int, destination: _Destination

@@ -167,10 +167,10 @@ class Scan:
         shortlist: list[tuple[float, bytes, _Candidate]] = []
         for d, deepest in enumerate(found):
             rows = deepest.rows()
-            demand = planner.demand(kind, rows, d)
-            for k in _smallest(-demand, _EVALUATED_PER_PLAN * max_plans).tolist():
+            promise = planner.promise(kind, rows, d)
+            for k in _smallest(-promise, _EVALUATED_PER_PLAN * max_plans).tolist():
                 row = int(rows[k])
-                shortlist.append((-float(demand[k]), trie.nodes.hash_of(row), _Candidate(row, d)))
+                shortlist.append((-float(promise[k]), trie.nodes.hash_of(row), _Candidate(row, d)))
         shortlist.sort(key=lambda entry: (entry[0], entry[1], entry[2].degree_index))
         shortlist = shortlist[: _EVALUATED_PER_PLAN * max_plans]
 
