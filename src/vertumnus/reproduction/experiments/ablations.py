@@ -89,9 +89,8 @@ def _variants(base: SimulationSettings, profile: Profile, block_tokens: int) -> 
     for relief_s in (0.05, 0.5):
         changed = replace(base, replication=replace(base.replication, min_relief_s=relief_s))
         yield Variant(group="replication", name=f"replicas that relieve {relief_s:g} s", settings=changed)
-    yield Variant(
-        group="replication", name="no replication", settings=replace(base, has_replication=False, pulls=Pulls.ANY)
-    )
+    without = replace(base, has_replication=False, pulls=Pulls.ANY)
+    yield Variant(group="replication", name="copies on demand alone", settings=without)
     for node_gpus in (4, base.num_gpus):
         # The planned composition may not fit into other nodes: chosen anew.
         changed = replace(base, node_gpus=node_gpus, composition=None)
@@ -192,7 +191,7 @@ EXPERIMENTS = (
             "wrong profile given to the control plane, block size, cache capacity, eviction that spares last copies, "
             "replication that looks at queues, node size."
         ),
-        budget_s=150,
+        budget_s=180,
         run=_run,
         draw=_draw,
     ),

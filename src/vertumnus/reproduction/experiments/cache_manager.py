@@ -135,7 +135,7 @@ EXPERIMENTS = (
             "further replicas only where they relieve a queue. Once with the whole "
             f"cache of the profile and once with {SMALL_BLOCKS} blocks per GPU."
         ),
-        budget_s=110,
+        budget_s=130,
         run=_run,
         draw=_draw,
     ),
