@@ -243,8 +243,8 @@ def _traffic(text: str, seed: int) -> "Trace":
 def _live_kappa(model: Path, trace: "Trace", profile: "Profile", slo: "Slo", **ranks: Any) -> dict[int, float]:
     from vertumnus.validation.ramp import LiveRampSettings, RealWorkers, live_kappa
 
-    with RealWorkers(model=model, profile=profile, slo=slo, **ranks) as workers:
-        return live_kappa(trace, profile, workers.play, LiveRampSettings(slo=slo), note)
+    workers = RealWorkers(model=model, profile=profile, slo=slo, **ranks)
+    return live_kappa(trace, profile, workers.play, LiveRampSettings(slo=slo), note)
 
 
 def _with_kappa(

@@ -16,12 +16,9 @@ import numpy as np
 from vertumnus.core.composition import Composition
 from vertumnus.core.profile import Profile, write_profile
 from vertumnus.core.slo import Slo
-from vertumnus.engine.model_config import ModelConfig
-from vertumnus.replay.prompts import DEFAULT_VOCAB
 from vertumnus.sim.kappa import RampSettings, highest_rate_per_s, largest_demand, served_in_time
-from vertumnus.validation.choice import REAL_STEP_TOKENS
+from vertumnus.validation.choice import PoolChoice
 from vertumnus.validation.live import play_live
-from vertumnus.validation.model import model_config, spec_of_model, with_spec
 from vertumnus.validation.run import as_validated
 from vertumnus.validation.side import Side
 from vertumnus.workload.trace import Trace
@@ -44,9 +41,9 @@ class LiveRampSettings:
     num_probes: int = 5
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RealWorkers:
-    """Pools of real ranks, set up as those that were measured; a context, which keeps the profile's file meanwhile."""
+    """Pools of real ranks, set up as those that were measured."""
 
     model: Path
     profile: Profile
@@ -55,32 +52,19 @@ class RealWorkers:
     threads: int
     kv_mib_per_rank: int
     seed: int
-    _folder: "tempfile.TemporaryDirectory[str]" = field(default_factory=tempfile.TemporaryDirectory)
-
-    def __enter__(self) -> "RealWorkers":
-        write_profile(self.profile, self._file)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._folder.cleanup()
-
-    @property
-    def _file(self) -> Path:
-        return Path(self._folder.name) / "profile.toml"
 
     def play(self, trace: Trace, composition: Composition) -> Side:
         """As `Play`. Raises LiveSideFailed where the pool does not come up."""
-        config = model_config(
-            self.model,
-            num_ranks=composition.num_gpus,
-            block_tokens=trace.block_tokens,
-            step_tokens=max(REAL_STEP_TOKENS, trace.block_tokens),
-            dtype=self.dtype,
-        ).model_copy(update={"threads_per_rank": self.threads, "kv_mib_per_rank": self.kv_mib_per_rank})
-        spec = spec_of_model(config, self.profile, controller=None, window_s=20.0).of(composition)
-        vocab = min(DEFAULT_VOCAB, ModelConfig.from_folder(self.model).vocab_size)
-        served = with_spec(config, spec, self._file)
-        return play_live(trace, served, seed=self.seed, vocab=vocab, slo=self.slo).side()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "measured.toml"
+            write_profile(self.profile, file)
+            choice = PoolChoice(profile=str(file), num_ranks=composition.num_gpus, composition=str(composition))
+            chosen = choice.real(trace, self.model, dtype=self.dtype, folder=Path(folder), say=lambda text: None)
+            assert chosen.config is not None
+            served = chosen.config.model_copy(
+                update={"threads_per_rank": self.threads, "kv_mib_per_rank": self.kv_mib_per_rank}
+            )
+            return play_live(trace, served, seed=self.seed, vocab=chosen.vocab, slo=self.slo).side()
 
 
 def live_kappa(

@@ -247,9 +247,12 @@ class CopyPlanner:
     def _holders_queue_s(self, set_id: int, degree_index: int) -> float:
         """Of the least busy worker of the degree in a set of holders; 0 if none is known."""
         sets = self._trie.sets
-        slots = slots_of(sets.masks[set_id] & sets.degree_masks[degree_index])
-        known = [self._worker_by_slot[slot] for slot in slots if slot in self._worker_by_slot]
-        return min((self._loads[worker_id].queue_s for worker_id in known), default=0.0)
+        holders = self._workers_of(sets.masks[set_id] & sets.degree_masks[degree_index])
+        return min((self._loads[worker_id].queue_s for worker_id in holders), default=0.0)
+
+    def _workers_of(self, slots: int) -> list[int]:
+        """The known workers of a mask of slots."""
+        return [self._worker_by_slot[slot] for slot in slots_of(slots) if slot in self._worker_by_slot]
 
     def _choose_source(
         self, kind: CopyKind, path: list[int], degree_index: int, destination: _Destination
@@ -259,7 +262,7 @@ class CopyPlanner:
         holders = trie.sets.masks[trie.nodes.holder_set.cells[path[-1]]]
         if kind is CopyKind.INTRA:
             holders &= trie.sets.degree_masks[degree_index]
-        sources = [self._worker_by_slot[slot] for slot in slots_of(holders) if slot in self._worker_by_slot]
+        sources = self._workers_of(holders)
         for worker_id in sorted(sources, key=lambda worker_id: (self._loads[worker_id].queue_s, worker_id)):
             if not self._loads[worker_id].can_send:
                 continue
