@@ -93,6 +93,18 @@ def test_rank_failures_are_played(run_json, trace_path):
     ]
 
 
+def test_the_papers_system_and_what_is_off_by_default_are_switched_by_options(run_json, trace_path):
+    papers = run_json("simulate", trace_path, *POOL, "--policy", "vertumnus-paper", "--beta", 1.5)
+    assert papers["results"][0]["policy"] == "vertumnus-paper"
+    assert [papers["settings"][key] for key in ("discipline", "controller", "pulls")] == ["fifo", "threshold", "none"]
+    document = run_json("simulate", trace_path, *POOL, "--min-relief", 0.1, "--spare-last-copies")
+    assert document["settings"]["replication"]["min_relief_s"] == 0.1
+    assert document["settings"]["spares_last_copies"] is True
+    arguments = ("--policies", "vertumnus,vertumnus-paper", "-j", 1, "--limit", 40)
+    compared = run_json("compare", trace_path, *POOL, *arguments)
+    assert [entry["policy"] for entry in compared["results"]] == ["vertumnus", "vertumnus-paper"]
+
+
 def test_weights_of_j_reach_the_policy(run_json, trace_path):
     crowded = (trace_path, *POOL, "--fixed", "--composition", "4x1,1x4", "--rate", 6, "--policy", "paper")
     plain, priced = (

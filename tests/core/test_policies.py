@@ -8,6 +8,7 @@ from tests.builders import DEGREES, view
 
 from vertumnus.core.placement import PlacementPolicy
 from vertumnus.core.policies import (
+    PAPER_SYSTEM,
     POLICIES,
     CacheAware,
     CacheFirst,
@@ -80,7 +81,7 @@ def test_an_unknown_policy_is_refused_with_the_list_of_known_ones():
     with pytest.raises(ConfigError) as caught:
         make_policy("fastest")
     assert "'fastest'" in str(caught.value)
-    assert all(name in str(caught.value) for name in POLICIES)
+    assert all(name in str(caught.value) for name in (*POLICIES, PAPER_SYSTEM))
 
 
 def test_two_policies_of_one_name_share_no_state():

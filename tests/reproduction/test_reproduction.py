@@ -38,6 +38,20 @@ def test_every_experiment_yields_labelled_rows_and_a_table(first, folder):
         assert all(comparison["label"] for comparison in outcome["comparisons"])
         with (folder / f"{name}.csv").open(encoding="utf-8") as file:
             assert len(list(csv.DictReader(file))) == len(outcome["rows"])
+        if outcome["comparisons"]:
+            with (folder / f"{name}-published.csv").open(encoding="utf-8") as file:
+                assert list(csv.DictReader(file)) == [
+                    {key: value or "" for key, value in comparison.items()} for comparison in outcome["comparisons"]
+                ]
+
+
+@pytest.mark.usefixtures("first")
+def test_time_series_are_tables_too(folder):
+    rows = json.loads((folder / "fig13.json").read_text(encoding="utf-8"))["outcome"]["rows"]
+    windows = [(row["pool"], window["start_s"]) for row in rows for window in row.get("series", ())]
+    with (folder / "fig13-series.csv").open(encoding="utf-8") as file:
+        assert [(row["pool"], float(row["start_s"])) for row in csv.DictReader(file)] == windows
+    assert len(windows) > 8
 
 
 def test_report_has_every_figure_in_one_file(first, folder):

@@ -42,6 +42,20 @@ def test_what_external_ranks_could_not_find_is_refused(changes, named):
         external(**changes).checked()
 
 
+def test_the_papers_system_is_one_name_for_its_placement_queue_controller_and_copies():
+    papers = external(policy="vertumnus-paper")
+    assert (papers.queue, papers.controller, papers.pulls, papers.moves, papers.waits) == (
+        "fifo",
+        "threshold",
+        "none",
+        False,
+        False,
+    )
+    assert external(policy="vertumnus-paper", controller="none", replication=False).controller == "none"
+    with pytest.raises(ConfigError, match="queue is 'shortest' with policy 'vertumnus-paper'; accepted: 'fifo'"):
+        external(policy="vertumnus-paper", queue="shortest")
+
+
 def test_a_launch_file_is_for_external_ranks_and_holds_no_secret():
     launch = launch_file(external(api_keys={"sk-1": "team"}))
     assert json.loads(launch)["num_ranks"] == 5

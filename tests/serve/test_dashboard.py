@@ -1,5 +1,6 @@
 """The dashboard in a real browser, over a real pool with stub ranks under traffic."""
 
+import re
 import time
 
 import pytest
@@ -65,6 +66,7 @@ def test_the_pool_is_followed_through_a_change_of_composition(chromium, shown, v
     expect(page.locator("#ranks .cell")).to_have_count(8)
     expect(page.locator("#decode .worker")).to_have_count(2)
     until(page, "document.querySelector('#ttft-p50').textContent.endsWith('s')")
+    expect(page.locator("#drift")).to_contain_text(re.compile(r"CP1 \d\.\d\d"), timeout=WAIT_MS)
 
     # Why a request went where it went.
     page.locator("#filter").select_option("placement")

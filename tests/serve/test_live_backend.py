@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from tests.builders import COST_MODEL
 from tests.serve.live_builders import asked, prompt, stub_pool
 from tests.serve.test_live_pool import COMPOSITIONS, arrivals, play, read, until_idle, upsets
 
 from vertumnus.core.composition import Composition
+from vertumnus.core.drift import RefitSettings, scaled
 from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.slo import Slo
@@ -22,6 +24,7 @@ from vertumnus.serve import metric_families as families
 from vertumnus.serve.errors import Overloaded, ShuttingDown
 from vertumnus.serve.live_backend import LiveBackend, Watch
 from vertumnus.serve.metrics import Metrics, slo_verdict
+from vertumnus.serve.stub_ranks import StubSpeed
 from vertumnus.serve.virtual_time import run_virtually
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -412,3 +415,39 @@ def test_the_event_loops_lag_is_measured_between_start_and_close():
         assert counted in (19, 20)
 
     with_backend(body)
+
+
+# What steps really take
+
+
+def slow_at(factor):
+    """Ranks whose steps take `factor` times what the control plane believes at degree 1."""
+    return StubSpeed(prefill=scaled(COST_MODEL, {1: factor}), decode_ranks=range(2, 3), restart_s=2.0)
+
+
+def test_the_pool_shows_how_far_off_the_profile_is_and_leaves_it_alone_unless_told():
+    async def body(pool, backend):
+        for number in range(40):
+            await read(pool.submit(asked(prompt(number, 60), max_tokens=1)))
+        found = samples(backend)
+        assert found["vertumnus_step_drift_ratio", (("degree", "1"),)] == pytest.approx(1.5, rel=0.01)
+        assert found["vertumnus_cost_correction_ratio", (("degree", "1"),)] == 1.0
+        assert backend.describe()["drift"]["1"]["step_ratio"] == pytest.approx(1.5, rel=0.01)
+        assert pool.control_plane.cost_model.prefill_s(60, 0, 1) == COST_MODEL.prefill_s(60, 0, 1)
+
+    with_backend(body, speed=slow_at(1.5))
+
+
+@pytest.mark.parametrize(("factor", "learnt"), [(1.5, 1.5), (0.7, 0.7), (3.0, 2.0)])
+def test_a_pool_told_to_refit_predicts_what_steps_really_take_within_bounds_without_a_restart(factor, learnt):
+    async def body(pool, backend):
+        for number in range(60):
+            await read(pool.submit(asked(prompt(number, 60), max_tokens=1)))
+        drift = backend.describe()["drift"]["1"]
+        assert drift["correction_ratio"] == pytest.approx(learnt, rel=0.02)
+        assert drift["step_ratio"] == pytest.approx(factor / learnt, rel=0.02), "what the correction leaves"
+        assert pool.control_plane.cost_model.prefill_s(60, 0, 1) == pytest.approx(
+            learnt * COST_MODEL.prefill_s(60, 0, 1), rel=0.02
+        )
+
+    with_backend(body, speed=slow_at(factor), refit=RefitSettings(min_steps=20))

@@ -45,6 +45,25 @@ def document(result: SimulationResult) -> str:
     return json.dumps(result.to_json() | {"wall_s": 0, "ttft_s": result.records.ttft_s}, sort_keys=True)
 
 
+def test_the_papers_system_is_one_name_for_its_placement_queue_controller_and_copies(conversation):
+    eight = SimulationSettings(num_gpus=8, composition=Composition.parse("4x1,1x4"), blocks_per_rank=400)
+    spelt_out = replace(
+        eight,
+        discipline=Discipline.FIFO,
+        controller="threshold",
+        pulls=Pulls.NONE,
+        has_moves=False,
+        has_waits=False,
+    )
+    named = simulate(conversation, load_profile(), "vertumnus-paper", eight)
+    assert named.policy == "vertumnus-paper"
+    assert document(named) == document(simulate(conversation, load_profile(), "paper", spelt_out)).replace(
+        '"paper"', '"vertumnus-paper"'
+    )
+    assert named.num_splits + named.num_merges, "a run in which the controller matters"
+    assert named.records.ttft_s != simulate(conversation, load_profile(), "paper", eight).records.ttft_s
+
+
 @settings(max_examples=25)
 @given(traces(), st.sampled_from(sorted(POLICIES)), st.sampled_from(Discipline), st.integers(0, 3))
 def test_every_request_of_any_trace_is_counted_once(trace, policy, discipline, seed):

@@ -26,7 +26,11 @@ DEFAULT_POLICIES = "vertumnus,min-ttft,flexlb,dynamo,preble,cache-aware,length-c
 @trace_options
 @pool_options
 @click.option(
-    "--policies", default=DEFAULT_POLICIES, show_default=True, help="Placement policies a,b,c, or all.", metavar="A,B,C"
+    "--policies",
+    default=DEFAULT_POLICIES,
+    show_default=True,
+    help="Placement policies a,b,c, or all; vertumnus-paper: the paper's system.",
+    metavar="A,B,C",
 )
 @click.option("--rate", type=float, help="Rescale arrivals to a mean of R requests/s.", metavar="R")
 @click.option("--rates", help="Several such rates x,y,z.", metavar="X,Y,Z")

@@ -96,6 +96,8 @@ class PoolOptions:
     pulls: str
     moves: str
     waits: str
+    min_relief: float
+    spare_last_copies: bool
     kv_blocks: int | None
     queue: str
     step_tokens: int | None
@@ -115,6 +117,7 @@ class PoolOptions:
     def settings(self, composition: str, seed: int) -> "SimulationSettings":
         """The settings of one run; ConfigError where they contradict each other."""
         from vertumnus.core.composition import Composition, Topology, lay_out
+        from vertumnus.core.index.replication import ReplicationSettings
         from vertumnus.core.queueing import Discipline
         from vertumnus.core.slo import Slo
         from vertumnus.sim.simulate import Pulls, SimulationSettings
@@ -134,6 +137,8 @@ class PoolOptions:
             pulls=None if self.pulls == "auto" else Pulls(self.pulls),
             has_moves=None if self.moves == "auto" else self.moves == "on",
             has_waits=None if self.waits == "auto" else self.waits == "on",
+            replication=ReplicationSettings(min_relief_s=self.min_relief),
+            spares_last_copies=self.spare_last_copies,
             discipline=Discipline(self.queue),
             step_tokens=self.step_tokens,
             blocks_per_rank=self.kv_blocks,
@@ -153,8 +158,10 @@ class PoolOptions:
 
     def check_weights(self, policies: Sequence[str]) -> None:
         """Refuses --beta and --lambda where no policy has them: they would change nothing, in silence."""
+        from vertumnus.core.policies import PAPER_SYSTEM
+
         for option, value in (("beta", self.beta), ("lambda", self.lambda_)):
-            if value is not None and not {"vertumnus", "paper"}.intersection(policies):
+            if value is not None and not {"vertumnus", "paper", PAPER_SYSTEM}.intersection(policies):
                 raise ConfigError(
                     f"{option} is {value} with {', '.join(policies)}; accepted: with vertumnus or paper only"
                 )
@@ -227,6 +234,16 @@ _POOL_OPTIONS = (
         default="auto",
         show_default=True,
         help="Whether a request may wait for a prefix that another is computing; auto: with policy vertumnus.",
+    ),
+    click.option(
+        "--min-relief",
+        type=FiniteRange(0),
+        default=0.0,
+        help="Further replicas of a prefix go only where the queue is shorter than every holder's by S seconds.",
+        metavar="S",
+    ),
+    click.option(
+        "--spare-last-copies", is_flag=True, help="Evict what other workers hold too before what nobody else does."
     ),
     click.option(
         "--kv-blocks",

@@ -13,7 +13,12 @@ from vertumnus.cli.results import HEADINGS, result_row
 @click.option(
     "--composition", default="auto", show_default=True, help="COUNTxDEGREE parts such as 8x2,4x4,1x8, or auto."
 )
-@click.option("--policy", default="vertumnus", show_default=True, help="Placement policy.")
+@click.option(
+    "--policy",
+    default="vertumnus",
+    show_default=True,
+    help="Placement policy; vertumnus-paper: all of the paper's system, its queue, controller and copies too.",
+)
 @click.option("--rate", type=float, help="Rescale arrivals to a mean of R requests/s.", metavar="R")
 @json_option
 def command(
@@ -25,7 +30,12 @@ def command(
     vertumnus simulate trace.jsonl.gz --gpus 40 --rate 18
     vertumnus simulate synth:conversation --composition 8x2,4x4,1x8 --fixed --queue fifo
     """
+    from vertumnus.core.policies import PAPER_SYSTEM
+    from vertumnus.sim.simulate import as_in_paper, simulate
+
     settings = pool.settings(composition, source.seed)
+    if policy == PAPER_SYSTEM:
+        settings = as_in_paper(settings)
     make_policy = pool.policy(policy)
     pool.check_weights([policy])
     profile = pool.load_profile()
@@ -33,8 +43,6 @@ def command(
     warn(trace.warnings)
     if rate is not None:
         trace = trace.rescaled(rate)
-
-    from vertumnus.sim.simulate import simulate
 
     with progress("simulating", trace.num_requests) as show:
         result = simulate(trace, profile, make_policy(), settings, on_progress=show)

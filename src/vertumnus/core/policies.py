@@ -4,7 +4,8 @@ Each docstring cites its public source. All see the same view (same cost model, 
 each runs with either queue discipline.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import signature
 
 import numpy as np
@@ -212,13 +213,25 @@ POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
     "flexlb": ShortestTTFT,
 }
 
+PAPER_SYSTEM = "vertumnus-paper"
+"""The name of a whole system rather than of a placement alone: policy `paper` in a pool as the paper has it."""
+
+PAPER_SETTINGS: Mapping[str, str | bool] = {
+    "queue": "fifo", "controller": "threshold", "pulls": "none", "moves": False, "waits": False,
+}  # fmt: skip
+"""What that name stands for beside the placement: pending blocks are misses, Algorithms 1 and 2 do all copying."""
+
 
 def make_policy(name: str, **options: float) -> PlacementPolicy:
-    """A fresh policy by name, with parameters of its class; ConfigError for unknown ones, listing the known."""
-    if name not in POLICIES:
-        raise ConfigError(f"policy is {name!r}; accepted: {', '.join(POLICIES)}")
-    known = [each for each in signature(POLICIES[name]).parameters if each != "name"]
+    """A fresh policy by name, with parameters of its class; ConfigError for unknown ones, listing the known.
+
+    `PAPER_SYSTEM` gives the paper's policy under that name: whoever drives it sets the pool up by `PAPER_SETTINGS`.
+    """
+    made = partial(PaperPolicy, name=PAPER_SYSTEM) if name == PAPER_SYSTEM else POLICIES.get(name)
+    if made is None:
+        raise ConfigError(f"policy is {name!r}; accepted: {', '.join(POLICIES)}, {PAPER_SYSTEM}")
+    known = [each for each in signature(made).parameters if each != "name"]
     for option in options:
         if option not in known:
             raise ConfigError(f"option {option!r} of policy {name}; accepted: {', '.join(known) or 'none'}")
-    return POLICIES[name](**options)
+    return made(**options)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 from vertumnus.core.placement import VertumnusPolicy
 from vertumnus.core.queueing import Discipline
-from vertumnus.reproduction.tuning import Options
+from vertumnus.reproduction.tuning import PaperChoice
 from vertumnus.sim.compare import PolicyMaker, policy_maker
 from vertumnus.sim.simulate import Pulls, SimulationSettings
 
@@ -13,18 +13,6 @@ from vertumnus.sim.simulate import Pulls, SimulationSettings
 def adaptive(settings: SimulationSettings) -> SimulationSettings:
     """The same pool with its controller on."""
     return replace(settings, is_fixed=False)
-
-
-def paper(settings: SimulationSettings) -> SimulationSettings:
-    """The pool as the paper has it: FIFO, the threshold controller, pending blocks as misses, Algorithms 1 and 2."""
-    return replace(
-        settings,
-        discipline=Discipline.FIFO,
-        controller="threshold",
-        pulls=Pulls.NONE,
-        has_moves=False,
-        has_waits=False,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +34,19 @@ class Improvements:
     waits: bool = False
     """A request may wait for a prefix that another is computing."""
 
-    def policy(self, paper_options: Options) -> PolicyMaker:
+    def policy(self, tuned: PaperChoice) -> PolicyMaker:
         """The placement policy."""
         if self.miss:
             return VertumnusPolicy
         if self.price:
             return policy_maker("vertumnus", mu=0.0)
-        return policy_maker("paper", **paper_options)
+        return policy_maker("paper", **tuned.options)
 
-    def settings(self, base: SimulationSettings) -> SimulationSettings:
+    def settings(self, base: SimulationSettings, tuned: PaperChoice) -> SimulationSettings:
         """The pool."""
         return replace(
             base,
+            controller_settings=None if self.lookahead else tuned.thresholds,
             discipline=Discipline.SHORTEST if self.order else Discipline.FIFO,
             controller="lookahead" if self.lookahead else "threshold",
             pulls=Pulls.ANY if self.copies else Pulls.NONE,

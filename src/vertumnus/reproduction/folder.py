@@ -3,7 +3,7 @@
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Folder:
             raise ConfigError(f"{path} is no record of this version; accepted: one, or --force to replace it") from None
 
     def write(self, name: str, record: Record) -> None:
-        """The record as JSON, its rows as CSV."""
+        """The record as JSON; its rows, the published figures beside ours and time series as a CSV each."""
         document = {
             "format": FORMAT,
             "conditions": record.conditions,
@@ -67,7 +67,15 @@ class Folder:
             "wall_s": round(record.wall_s, 1),
             "outcome": record.outcome.to_json(),
         }
-        write_rows(self.path / f"{name}.csv", record.outcome.rows)
+        outcome = record.outcome
+        tables = {
+            "": outcome.rows,
+            "-published": [asdict(each) for each in outcome.comparisons],
+            "-series": _series(outcome.rows),
+        }
+        for suffix, rows in tables.items():
+            if rows:
+                write_rows(self.path / f"{name}{suffix}.csv", rows)
         with replacing(self.path / f"{name}.json", force=True) as temporary:
             temporary.write_text(_text(_rounded(document)), encoding="utf-8")
 
@@ -79,8 +87,17 @@ class Folder:
         return path
 
 
+def _series(rows: Sequence[Row]) -> list[Row]:
+    """One row a window of every time series, with the names and the load that tell the rows apart."""
+    return [
+        {name: value for name, value in row.items() if isinstance(value, str) or name == "load"} | window
+        for row in rows
+        for window in row.get("series", ())
+    ]
+
+
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Rows as CSV: all columns in order of appearance; nested ones (time series) are left to the JSON."""
+    """Rows as CSV: all columns in order of appearance; nested ones are left out."""
     columns = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)

@@ -77,7 +77,7 @@ def _section(experiment: Experiment, record: Record) -> str:
         + drawn
         + _compared(outcome.comparisons)
         + f"<details><summary>All {len(outcome.rows)} rows</summary>{_table(outcome.rows)}</details>\n"
-        + f'<p class="label">{escape(conditions)}; {escape(where)}. Table: {escape(experiment.name)}.csv</p>'
+        + f'<p class="label">{escape(conditions)}; {escape(where)}. Tables: {escape(experiment.name)}*.csv</p>'
     )
 
 

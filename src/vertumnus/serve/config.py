@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vertumnus.core.composition import Composition, Topology, lay_out
+from vertumnus.core.policies import PAPER_SETTINGS, PAPER_SYSTEM
 from vertumnus.core.profile import load_profile
 from vertumnus.core.slo import Slo
 from vertumnus.engine.model_config import ModelConfig
@@ -60,6 +61,7 @@ class ServeConfig(BaseModel):
     profile: str = "auto"
     """A profile's name or file; auto: measured at start, in some ten seconds."""
     policy: str = "vertumnus"
+    """Of placement; `vertumnus-paper` sets queue, controller, pulls, moves and waits too, as the paper has them."""
     controller: Literal["lookahead", "threshold", "none"] = "lookahead"
     window_s: float = Field(20.0, gt=0)
     """Observation window of the controller."""
@@ -67,6 +69,10 @@ class ServeConfig(BaseModel):
     step_tokens: int = Field(512, ge=1)
     """Token budget of a prefill step: longer prompts are cut, shorter ones packed where that is the less waiting."""
     replication: bool = True
+    min_relief_s: float = Field(0.0, ge=0)
+    """By how much shorter the queue at a further replica of a prefix must be than at every holder."""
+    spares_last_copies: bool = False
+    """Whether blocks that other workers hold are evicted before older ones that nobody else does."""
     pulls: Literal["none", "pending", "any"] = "any"
     """Which blocks of other workers a request may have copied in before it is served."""
     refit: bool = False
@@ -198,6 +204,8 @@ def _secrets_in(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def config_from(values: dict[str, Any]) -> ServeConfig:
     """Raises ConfigError with one sentence on the first key that is wrong."""
+    if values.get("policy") == PAPER_SYSTEM:
+        values = _as_in_paper(values)
     try:
         return ServeConfig.model_validate(values)
     except ValidationError as error:
@@ -211,6 +219,15 @@ def config_from(values: dict[str, Any]) -> ServeConfig:
             raise ConfigError(f"{key} is missing; accepted: a value for it") from None
         shown = "(secret)" if key in SECRETS else repr(first["input"])
         raise ConfigError(f"{key} is {shown}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+
+
+def _as_in_paper(values: dict[str, Any]) -> dict[str, Any]:
+    """With all that the name stands for; the controller alone may be off."""
+    for key, value in PAPER_SETTINGS.items():
+        given = values.get(key, value)
+        if given != value and (key, given) != ("controller", "none"):
+            raise ConfigError(f"{key} is {given!r} with policy {PAPER_SYSTEM!r}; accepted: {value!r}")
+    return {**PAPER_SETTINGS, **values}
 
 
 def _toml(value: Any) -> str:

@@ -86,6 +86,10 @@ class PoolView:
             "workers": [self._worker_facts(worker, now_s) for worker in self.workers()],
             "decode_ranks": pool.decode.describe(),
             "controller": self._controller_facts(),
+            "drift": {
+                str(degree): {"step_ratio": ratio, "correction_ratio": plane.drift.factors[degree]}
+                for degree, ratio in plane.drift.ratios().items()
+            },
         }
 
     def readings(self, now_s: float) -> Iterator[Reading]:

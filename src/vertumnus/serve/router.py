@@ -132,7 +132,9 @@ class Router:
 
     async def _pool(self, ranks: RankPool) -> LivePool:
         config = self._config
-        caches = WorkerCaches(self._blocks_per_rank, config.block_tokens, is_real=True)
+        caches = WorkerCaches(
+            self._blocks_per_rank, config.block_tokens, is_real=True, spares_last_copies=config.spares_last_copies
+        )
         if not self._spec.is_first:
             await self._restore(ranks, caches)
         layout = await self._layout(ranks)
@@ -238,7 +240,7 @@ class Router:
                 step_tokens=config.step_tokens,
                 max_sequence_tokens=self._model.max_positions,
                 window_s=config.window_s,
-                replication=ReplicationSettings() if has_replication else None,
+                replication=ReplicationSettings(min_relief_s=config.min_relief_s) if has_replication else None,
                 pull=None if config.pulls == "none" else pulls,
                 refit=RefitSettings() if config.refit else None,
                 moves=MoveSettings() if config.moves else None,

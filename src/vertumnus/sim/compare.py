@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from vertumnus.core.composition import Composition
-from vertumnus.core.placement import PaperPolicy, PlacementPolicy, VertumnusPolicy
+from vertumnus.core.placement import PlacementPolicy, names_preferred_degrees
 from vertumnus.core.policies import make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.errors import ConfigError
@@ -68,18 +68,12 @@ def policy_maker(
     `options` are the other parameters of the policy's class, such as the `overlap_weight` of `dynamo`. Raises
     ConfigError for an unknown name or option, listing the known, and for weights out of range.
     """
-    policy = make_policy(name, **options)
-    given: dict[str, Any] = dict(options)
-    if isinstance(policy, VertumnusPolicy | PaperPolicy):
-        tuned = partial(
-            type(policy),
-            **given,
-            beta=policy.beta if beta is None else beta,
-            lambda_=policy.lambda_ if lambda_ is None else lambda_,
-        )
-        tuned()  # weights out of range are found now rather than in the middle of a comparison
-        return tuned
-    return partial(make_policy, name, **options)
+    if names_preferred_degrees(make_policy(name)):
+        weights = (("beta", beta), ("lambda_", lambda_))
+        options |= {weight: value for weight, value in weights if value is not None}
+    maker = partial(make_policy, name, **options)
+    maker()  # what is out of range is found now rather than in the middle of a comparison
+    return maker
 
 
 def compare(

@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -17,13 +17,14 @@ from vertumnus.core.events import CopyReason
 from vertumnus.core.index.replication import ReplicationSettings
 from vertumnus.core.moves import MoveSettings
 from vertumnus.core.placement import PlacementPolicy, VertumnusPolicy, names_preferred_degrees
-from vertumnus.core.policies import make_policy
+from vertumnus.core.policies import PAPER_SETTINGS, PAPER_SYSTEM, make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.pulls import PullSettings
 from vertumnus.core.queueing import Discipline
 from vertumnus.core.reconfiguration import ReconfigurationSettings
 from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.core.slo import Slo
+from vertumnus.core.threshold_controller import ThresholdSettings
 from vertumnus.errors import ConfigError
 from vertumnus.sim.auto import auto_composition
 from vertumnus.sim.metrics import LatencySummary, RequestRecords, summarise
@@ -112,6 +113,23 @@ class SimulationSettings:
         return document
 
 
+def as_in_paper(settings: SimulationSettings) -> SimulationSettings:
+    """The pool as the paper has it (`PAPER_SETTINGS`): what a run with the policy `vertumnus-paper` is set up by.
+
+    Thresholds stay; the settings of another controller do not.
+    """
+    thresholds = settings.controller_settings
+    return replace(
+        settings,
+        discipline=Discipline(PAPER_SETTINGS["queue"]),
+        controller=str(PAPER_SETTINGS["controller"]),
+        controller_settings=thresholds if isinstance(thresholds, ThresholdSettings) else None,
+        pulls=Pulls(PAPER_SETTINGS["pulls"]),
+        has_moves=bool(PAPER_SETTINGS["moves"]),
+        has_waits=bool(PAPER_SETTINGS["waits"]),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
     """What a run gave. `wall_s` is the only figure that differs between two runs with the same input and seed."""
@@ -185,6 +203,8 @@ def simulate(
         )
     if isinstance(policy, str):
         policy = make_policy(policy)
+    if policy.name == PAPER_SYSTEM:
+        settings = as_in_paper(settings)
     topology = Topology(settings.num_gpus, settings.node_gpus)
     blocks_per_rank = settings.blocks_per_rank or profile.kv_capacity_blocks(trace.block_tokens)
     composition = chosen_composition(trace, profile, settings)

@@ -9,14 +9,13 @@ from matplotlib.figure import Figure
 from vertumnus.core.lookahead_controller import LookaheadSettings
 from vertumnus.core.placement import Placement, PlacementView, VertumnusPolicy, choose
 from vertumnus.core.profile import Profile, load_profile
-from vertumnus.core.threshold_controller import ThresholdSettings
 from vertumnus.reproduction import figures
 from vertumnus.reproduction.bench import Bench
 from vertumnus.reproduction.cells import Cell
 from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.rows import Outcome, Row
 from vertumnus.reproduction.traffic import planned, settings, workload
-from vertumnus.reproduction.tuning import mean_ttft_s
+from vertumnus.reproduction.tuning import THRESHOLDS, mean_ttft_s
 from vertumnus.sim.compare import PolicyMaker, policy_maker
 from vertumnus.sim.simulate import Pulls, SimulationSettings
 from vertumnus.workload.trace import Trace
@@ -89,6 +88,11 @@ def _variants(base: SimulationSettings, profile: Profile, block_tokens: int) -> 
     for relief_s in (0.05, 0.5):
         changed = replace(base, replication=replace(base.replication, min_relief_s=relief_s))
         yield Variant(group="replication", name=f"replicas that relieve {relief_s:g} s", settings=changed)
+    for pulls, what in (
+        (Pulls.NONE, "no copies: pending blocks are misses"),
+        (Pulls.PENDING, "copies of pending blocks alone"),
+    ):
+        yield Variant(group="copies", name=what, settings=replace(base, pulls=pulls))
     without = replace(base, has_replication=False, pulls=Pulls.ANY)
     yield Variant(group="replication", name="copies on demand alone", settings=without)
     for node_gpus in (4, base.num_gpus):
@@ -102,10 +106,10 @@ def _controllers(base: SimulationSettings) -> Iterator[Variant]:
     for gain in (0.02, 0.15):
         changed = replace(base, controller_settings=LookaheadSettings(min_gain_ratio=gain))
         yield Variant(group="controller", name=f"lookahead, gain of {gain:.0%}", settings=changed)
-    for lower, retain, upper in ((0.6, 0.75, 0.85), (0.4, 0.6, 0.7), (0.7, 0.85, 0.95)):
-        thresholds = ThresholdSettings(lower_ratio=lower, retain_ratio=retain, upper_ratio=upper)
+    for thresholds in THRESHOLDS:
         changed = replace(base, controller="threshold", controller_settings=thresholds)
-        yield Variant(group="controller", name=f"threshold {lower:g} to {upper:g}", settings=changed)
+        name = f"threshold {thresholds.lower_ratio:g} to {thresholds.upper_ratio:g}"
+        yield Variant(group="controller", name=name, settings=changed)
 
 
 def wrong_costs(profile: Profile) -> dict[str, tuple[tuple[int, float], ...]]:

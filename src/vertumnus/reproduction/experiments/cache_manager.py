@@ -5,15 +5,15 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
+from vertumnus.core.policies import PAPER_SYSTEM
 from vertumnus.core.profile import load_profile
 from vertumnus.reproduction import figures
 from vertumnus.reproduction.bench import Bench
 from vertumnus.reproduction.cells import Cell
-from vertumnus.reproduction.configurations import paper
 from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.rows import Comparison, Outcome, Row
 from vertumnus.reproduction.traffic import planned, settings, workload
-from vertumnus.reproduction.tuning import mean_ttft_s, tuned
+from vertumnus.reproduction.tuning import mean_ttft_s, tuned_paper
 from vertumnus.sim.compare import policy_maker
 from vertumnus.sim.simulate import Pulls
 
@@ -31,19 +31,19 @@ def _run(bench: Bench) -> Outcome:
     profile = load_profile()
     traffic = workload(bench, "toolagent")
     composition = planned(bench, traffic, profile)
-    options = tuned(bench, traffic, profile, composition, ["paper"])["paper"]
+    tuned = tuned_paper(bench, traffic, profile, composition, is_fixed=True)
     base = replace(settings(bench), composition=composition, is_fixed=True)
     loads = bench.scale.loads if bench.scale.name == "tiny" else LOADS
     capacity_per_s = traffic.capacity_per_s(profile, bench.scale.num_gpus)
     pools = []
     for cache, blocks in (("whole", None), ("small", SMALL_BLOCKS)):
         ours = replace(base, blocks_per_rank=blocks)
-        papers = paper(ours)
+        papers = tuned.pool(ours)
         relieving = replace(papers, replication=replace(papers.replication, min_relief_s=MIN_RELIEF_S))
         pools += [
-            ("vertumnus-paper", RELIEVING, cache, policy_maker("paper", **options), relieving),
-            ("vertumnus-paper", MANAGED, cache, policy_maker("paper", **options), papers),
-            ("vertumnus-paper", LOCAL, cache, policy_maker("paper", **options), replace(papers, has_replication=False)),
+            (PAPER_SYSTEM, RELIEVING, cache, tuned.maker, relieving),
+            (PAPER_SYSTEM, MANAGED, cache, tuned.maker, papers),
+            (PAPER_SYSTEM, LOCAL, cache, tuned.maker, replace(papers, has_replication=False)),
             ("vertumnus", MANAGED, cache, policy_maker("vertumnus"), ours),
             (
                 "vertumnus",
@@ -81,7 +81,7 @@ def _comparisons(rows: Sequence[Row]) -> list[Comparison]:
     near = min(rates, key=lambda rate_per_s: abs(rate_per_s - 60))
     made = []
     for rate_per_s in dict.fromkeys((near, rates[-1])):
-        for system in ("vertumnus-paper", "vertumnus"):
+        for system in (PAPER_SYSTEM, "vertumnus"):
             for cache in ("whole", "small"):
                 here = {
                     row["caches"]: row

@@ -6,15 +6,16 @@ from dataclasses import replace
 from matplotlib.figure import Figure
 
 from vertumnus.core.placement import VertumnusPolicy
+from vertumnus.core.policies import PAPER_SYSTEM
 from vertumnus.core.profile import load_profile
 from vertumnus.reproduction import figures
 from vertumnus.reproduction.bench import Bench
 from vertumnus.reproduction.cells import Cell
-from vertumnus.reproduction.configurations import adaptive, paper
+from vertumnus.reproduction.configurations import adaptive
 from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.rows import Comparison, Outcome, Row
 from vertumnus.reproduction.traffic import NUM_WINDOWS, long_day, planned, settings
-from vertumnus.reproduction.tuning import mean_ttft_s, options_text, tuned
+from vertumnus.reproduction.tuning import mean_ttft_s, options_text, tuned, tuned_paper
 from vertumnus.sim.compare import PolicyMaker, policy_maker
 from vertumnus.sim.simulate import SimulationSettings
 
@@ -30,15 +31,21 @@ def _run(bench: Bench) -> Outcome:
     capacity_per_s = traffic.capacity_per_s(profile, bench.scale.num_gpus)
     fixed = replace(settings(bench), composition=composition, is_fixed=True)
     ours = adaptive(fixed)
-    parameters = tuned(bench, traffic, profile, composition, ["min-ttft", "paper"])
+    parameters = tuned(bench, traffic, profile, composition, ["min-ttft"])
+    papers = tuned_paper(bench, traffic, profile, composition)
     pools: list[tuple[str, PolicyMaker, SimulationSettings, str]] = [
         (OURS, VertumnusPolicy, ours, ""),
-        ("vertumnus, thresholds", VertumnusPolicy, replace(ours, controller="threshold"), ""),
+        (
+            "vertumnus, thresholds",
+            VertumnusPolicy,
+            replace(ours, controller="threshold", controller_settings=papers.thresholds),
+            "",
+        ),
         ("vertumnus, fixed", VertumnusPolicy, fixed, ""),
+        (PAPER_SYSTEM, papers.maker, papers.pool(ours), papers.text),
     ]
-    for name, policy, pool in (("vertumnus-paper", "paper", paper(ours)), ("min-ttft, fixed", "min-ttft", fixed)):
-        options = parameters[policy]
-        pools.append((name, policy_maker(policy, **options), pool, options_text(options)))
+    for policy, options in parameters.items():
+        pools.append((f"{policy}, fixed", policy_maker(policy, **options), fixed, options_text(options)))
     rows = bench.measure(
         [
             Cell(

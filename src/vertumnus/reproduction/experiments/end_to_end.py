@@ -7,16 +7,26 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from vertumnus.core.composition import Composition, Topology
+from vertumnus.core.policies import PAPER_SYSTEM
 from vertumnus.core.profile import Profile, load_profile
 from vertumnus.reproduction import figures
 from vertumnus.reproduction.bench import Bench
 from vertumnus.reproduction.cells import Cell
-from vertumnus.reproduction.configurations import adaptive, paper
+from vertumnus.reproduction.configurations import adaptive
 from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.leads import leads
 from vertumnus.reproduction.rows import Comparison, Outcome, Row
 from vertumnus.reproduction.traffic import NODE_GPUS, TUNING_LOAD, Workload, planned, settings, workload
-from vertumnus.reproduction.tuning import BASELINES, STRONG_BASELINES, Options, mean_ttft_s, options_text, tuned
+from vertumnus.reproduction.tuning import (
+    BASELINES,
+    STRONG_BASELINES,
+    Options,
+    PaperChoice,
+    mean_ttft_s,
+    options_text,
+    tuned,
+    tuned_paper,
+)
 from vertumnus.sim.auto import auto_composition, by_rollout, candidates, history
 from vertumnus.sim.compare import policy_maker
 
@@ -30,8 +40,9 @@ def _run(bench: Bench, *, workload_name: str, profile_name: str) -> Outcome:
     capacity_per_s = traffic.capacity_per_s(profile, bench.scale.num_gpus)
     rates = {load: load * capacity_per_s for load in bench.scale.loads}
     composition = planned(bench, traffic, profile)
-    parameters = tuned(bench, traffic, profile, composition, [*BASELINES, "paper"])
-    one = _one_composition(bench, traffic, profile, composition, parameters, rates)
+    parameters = tuned(bench, traffic, profile, composition, BASELINES)
+    papers = tuned_paper(bench, traffic, profile, composition)
+    one = _one_composition(bench, traffic, profile, composition, parameters, papers, rates)
     rows = bench.measure(one)
     rows += _in_hindsight(bench, traffic, profile, composition, parameters, rates, rows)
     notes = [
@@ -51,12 +62,17 @@ def _one_composition(
     profile: Profile,
     composition: Composition,
     parameters: Mapping[str, Options],
+    papers: PaperChoice,
     rates: Mapping[float, float],
 ) -> list[Cell]:
     fixed = replace(settings(bench), composition=composition, is_fixed=True)
-    pools = [(f"vertumnus{suffix}", "vertumnus", each) for suffix, each in ((", fixed", fixed), ("", adaptive(fixed)))]
-    pools += [("vertumnus-paper", "paper", paper(adaptive(fixed)))]
-    pools += [(policy, policy, fixed) for policy in BASELINES]
+    ours = policy_maker("vertumnus")
+    pools = [("vertumnus, fixed", ours, fixed, ""), ("vertumnus", ours, adaptive(fixed), "")]
+    pools += [(PAPER_SYSTEM, papers.maker, papers.pool(adaptive(fixed)), papers.text)]
+    pools += [
+        (policy, policy_maker(policy, **options), fixed, options_text(options))
+        for policy, options in parameters.items()
+    ]
     return [
         Cell(
             columns={
@@ -65,16 +81,16 @@ def _one_composition(
                 "profile": profile.name,
                 "load": load,
                 "policy": name,
-                "parameters": options_text(parameters.get(policy, {})),
+                "parameters": text,
             },
             trace=traffic.held_out,
             profile=profile,
-            make_policy=policy_maker(policy, **parameters.get(policy, {})),
+            make_policy=maker,
             settings=each,
             rate_per_s=rate_per_s,
         )
         for load, rate_per_s in rates.items()
-        for name, policy, each in pools
+        for name, maker, each, text in pools
     ]
 
 

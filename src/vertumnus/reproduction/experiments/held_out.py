@@ -5,16 +5,16 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
+from vertumnus.core.policies import PAPER_SYSTEM
 from vertumnus.core.profile import load_profile
 from vertumnus.core.queueing import Discipline
 from vertumnus.reproduction import figures
 from vertumnus.reproduction.bench import Bench
 from vertumnus.reproduction.cells import Cell
-from vertumnus.reproduction.configurations import paper
 from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.rows import Comparison, Outcome, Row
 from vertumnus.reproduction.traffic import Workload, halves, planned, settings, whole, workload
-from vertumnus.reproduction.tuning import STRONGEST_BASELINES, mean_ttft_s, tuned
+from vertumnus.reproduction.tuning import STRONGEST_BASELINES, Options, PaperChoice, mean_ttft_s, tuned, tuned_paper
 from vertumnus.sim.compare import policy_maker
 
 LOADS = (0.5, 0.8)
@@ -25,7 +25,12 @@ TUNED_HALF = "conversation, tuned half"
 def _run(bench: Bench) -> Outcome:
     profile = load_profile()
     source = workload(bench, TUNED_ON)
-    options = tuned(bench, source, profile, planned(bench, source, profile), [*STRONGEST_BASELINES, "paper"])
+    composition = planned(bench, source, profile)
+    papers = tuned_paper(bench, source, profile, composition)
+    options = {
+        discipline: tuned(bench, source, profile, composition, STRONGEST_BASELINES, discipline=discipline)
+        for discipline in Discipline
+    }
     size, tuning = bench.scale.cell_requests, bench.scale.tuning_requests
     traffic = [source, replace(source, name=TUNED_HALF, held_out=source.tuning)]
     traffic += [halves(name, trace, tuning, size) for name, trace in bench.others.items()]
@@ -33,7 +38,7 @@ def _run(bench: Bench) -> Outcome:
     traffic.append(workload(bench, "toolagent"))
     cells = []
     for each in traffic:
-        cells += _cells(bench, each, options)
+        cells += _cells(bench, each, papers, options)
     rows = bench.measure(cells)
     notes = [f"parameters of every policy were chosen on the first half of {TUNED_ON} alone"]
     if not bench.others:
@@ -41,17 +46,19 @@ def _run(bench: Bench) -> Outcome:
     return Outcome(rows=rows, comparisons=_comparisons(rows), notes=notes)
 
 
-def _cells(bench: Bench, traffic: Workload, options: Mapping[str, Mapping[str, float]]) -> list[Cell]:
+def _cells(
+    bench: Bench, traffic: Workload, papers: PaperChoice, options: Mapping[Discipline, Mapping[str, Options]]
+) -> list[Cell]:
     profile = load_profile()
     base = replace(settings(bench), composition=planned(bench, traffic, profile))
     fixed = replace(base, is_fixed=True)
     capacity_per_s = traffic.capacity_per_s(profile, bench.scale.num_gpus)
     pools = [("vertumnus", policy_maker("vertumnus"), base)]
-    pools += [("vertumnus-paper", policy_maker("paper", **options["paper"]), paper(base))]
+    pools += [(PAPER_SYSTEM, papers.maker, papers.pool(base))]
     pools += [
         (
             f"{policy}, {discipline.value}",
-            policy_maker(policy, **options[policy]),
+            policy_maker(policy, **options[discipline][policy]),
             replace(fixed, discipline=discipline),
         )
         for policy in STRONGEST_BASELINES

@@ -7,6 +7,7 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from vertumnus.core.placement import VertumnusPolicy
+from vertumnus.core.policies import PAPER_SYSTEM
 from vertumnus.core.profile import load_profile
 from vertumnus.core.queueing import Discipline
 from vertumnus.reproduction import figures
@@ -17,11 +18,14 @@ from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.leads import SUSTAINED_RATIO, leads
 from vertumnus.reproduction.rows import Comparison, Outcome, Row
 from vertumnus.reproduction.traffic import WORKLOADS, planned, settings, workload
-from vertumnus.reproduction.tuning import STRONGEST_BASELINES, mean_ttft_s, options_text, tuned
+from vertumnus.reproduction.tuning import STRONGEST_BASELINES, mean_ttft_s, options_text, tuned, tuned_paper
 from vertumnus.sim.compare import policy_maker
+from vertumnus.sim.simulate import Pulls
 
 LOADS = (0.2, 0.5, 0.65, 0.8, 0.9)
-OURS, PAPER = "vertumnus", "vertumnus-paper"
+OURS, PAPER = "vertumnus", PAPER_SYSTEM
+WITH_COPIES = "shortest, with copies"
+"""Baselines that also have our copies on demand, which the paper's do not."""
 STEP_TOKENS = (8_192, 32_768)
 """Step budgets that are tried beside: what a short prompt may have to wait for."""
 
@@ -35,20 +39,23 @@ def _run(bench: Bench) -> Outcome:
         composition = planned(bench, traffic, profile)
         capacity_per_s = traffic.capacity_per_s(profile, bench.scale.num_gpus)
         base = replace(settings(bench), composition=composition)
-        parameters = tuned(bench, traffic, profile, composition, [*STRONGEST_BASELINES, "paper"])
+        papers = tuned_paper(bench, traffic, profile, composition)
         pools = [
-            (label, improvements.policy(parameters["paper"]), improvements.settings(base), "")
+            (label, improvements.policy(papers), improvements.settings(base, papers), papers.text * (label == PAPER))
             for label, improvements in steps().items()
         ]
         pools += [
             (f"{OURS}, steps of {tokens:,} tokens", VertumnusPolicy, replace(base, step_tokens=tokens), "")
             for tokens in STEP_TOKENS
         ]
-        for policy in STRONGEST_BASELINES:
-            for discipline in Discipline:
-                fixed = replace(base, is_fixed=True, discipline=discipline)
-                maker = policy_maker(policy, **parameters[policy])
-                pools.append((f"{policy}, {discipline.value}", maker, fixed, options_text(parameters[policy])))
+        for discipline in Discipline:
+            parameters = tuned(bench, traffic, profile, composition, STRONGEST_BASELINES, discipline=discipline)
+            fixed = replace(base, is_fixed=True, discipline=discipline)
+            for policy, options in parameters.items():
+                maker, text = policy_maker(policy, **options), options_text(options)
+                pools.append((f"{policy}, {discipline.value}", maker, fixed, text))
+                if discipline is Discipline.SHORTEST:
+                    pools.append((f"{policy}, {WITH_COPIES}", maker, replace(fixed, pulls=Pulls.ANY), text))
         # Single improvements cost as much as everything else together: at the highest loads alone.
         cells += [
             Cell(
@@ -102,12 +109,12 @@ def _comparisons(rows: Sequence[Row]) -> list[Comparison]:
     ]
     for name in WORKLOADS:
         of_workload = [row for row in rows if row["workload"] == name]
-        for queue in ("fifo", "shortest"):
+        for queue in (*(each.value for each in Discipline), WITH_COPIES):
             rivals = [row for row in of_workload if row["policy"].endswith(f", {queue}") or row["policy"] == OURS]
             lead = leads(rivals, OURS)[0]
             made.append(
                 Comparison(
-                    what=f"{name}, {lead.rate_per_s:.1f} requests/s, strongest baseline with {queue} queues: "
+                    what=f"{name}, {lead.rate_per_s:.1f} requests/s, strongest baseline, {queue}: "
                     f"mean TTFT ({lead.rival}); attainment ({lead.attainment_rival})",
                     published={
                         "production": "-28.1% mean TTFT (highest load)",
@@ -170,8 +177,9 @@ EXPERIMENTS = (
         ours=(
             "vertumnus-paper is the paper's system: J with constants tuned on the other half, FIFO, threshold "
             "controller, Algorithms 1 and 2, pending blocks as misses. vertumnus has every improvement; each is "
-            "also switched on alone and off alone. Baselines with FIFO, as in the paper, and with shortest-first, "
-            "on the fixed composition that plan recommends, where ours also begins."
+            "also switched on alone and off alone. Baselines with FIFO, as in the paper, with shortest-first, and with "
+            "shortest-first and our copies on demand, each tuned with its own queue, on the "
+            "fixed composition that plan recommends, where ours also begins."
         ),
         budget_s=210,
         run=_run,

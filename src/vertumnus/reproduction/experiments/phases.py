@@ -8,11 +8,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vertumnus.core.composition import Composition
+from vertumnus.core.policies import PAPER_SYSTEM
 from vertumnus.core.profile import Profile, load_profile
 from vertumnus.reproduction import figures
 from vertumnus.reproduction.bench import Bench
 from vertumnus.reproduction.cells import Cell
-from vertumnus.reproduction.configurations import adaptive, paper
+from vertumnus.reproduction.configurations import adaptive
 from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.rows import Comparison, Label, Outcome, Row
 from vertumnus.reproduction.traffic import settings
@@ -66,7 +67,7 @@ def _run(bench: Bench) -> Outcome:
     base = replace(settings(bench), is_fixed=True)
     pools = [
         (ADAPTIVE, "vertumnus", adaptive(replace(base, composition=few))),
-        ("vertumnus-paper", "paper", paper(adaptive(replace(base, composition=few)))),
+        (PAPER_SYSTEM, PAPER_SYSTEM, adaptive(replace(base, composition=few))),
         (f"fixed {many}", "vertumnus", replace(base, composition=many)),
         (f"fixed {few}", "vertumnus", replace(base, composition=few)),
     ]

@@ -76,7 +76,10 @@ def _measured(bench: Bench) -> list[Row]:
 
 def _draw(rows: Sequence[Row]) -> Mapping[str, Figure]:
     systems = list(dict.fromkeys(row["system"] for row in rows))
-    figure, axes = figures.panels("Figure 2: prefill speed-up", 1, min(4, len(systems)))
+    num_columns = min(3, len(systems))
+    figure, axes = figures.panels("Figure 2: prefill speed-up", -(-len(systems) // num_columns), num_columns)
+    for axis in axes[len(systems) :]:
+        axis.set_axis_off()
     for axis, system in zip(axes, systems, strict=False):
         shown = [row | {"line": f"degree {row['degree']}"} for row in rows if row["system"] == system]
         figures.lines(axis, shown, "tokens", "speedup", "line")

@@ -57,9 +57,18 @@ function showState(state) {
   alarm.hidden = !state.failure && !state.is_draining;
   const drained = state.is_draining ? "The pool is drained: it takes nothing new until it is told to resume" : "";
   setText(alarm, state.failure ? `The pool has failed: ${state.failure}` : drained);
+  showDrift(state.drift);
   showRanks(state);
   showDecodeRanks(state.decode_ranks);
   showCharts(state);
+}
+
+// What steps took over what the profile says, and what of it the cost model has taken up
+
+function showDrift(drift) {
+  const shown = Object.entries(drift).map(([degree, { step_ratio: took, correction_ratio: taken }]) =>
+    `CP${degree} ${took.toFixed(2)}×${taken === 1 ? "" : ` (corrected by ${taken.toFixed(2)})`}`);
+  setText(byId("drift"), `Steps against their prediction: ${shown.join(", ") || NOTHING}`);
 }
 
 // Ranks as cells, in the groups that they serve in or will
