@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
+import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,8 +20,9 @@ from vertumnus.core.fit import PrefillSample
 from vertumnus.core.profile import Source, load_profile
 from vertumnus.errors import ConfigError
 from vertumnus.profiling.copies import CopyLine
-from vertumnus.profiling.grid import BLOCK_TOKENS, cells_of
+from vertumnus.profiling.grid import BLOCK_TOKENS, StepCell, cells_of
 from vertumnus.profiling.measure import EMPTY_LOG, MeasureSettings, Rounds
+from vertumnus.profiling.one_device import OneDevice
 from vertumnus.profiling.samples import (
     PackedStep,
     SampleLog,
@@ -30,6 +32,7 @@ from vertumnus.profiling.samples import (
     resume_samples,
 )
 from vertumnus.replay.blocks import scaled_lengths
+from vertumnus.serve.calibration import CalibrationFailed
 from vertumnus.validation import ramp
 from vertumnus.validation.ramp import LiveRampSettings
 from vertumnus.workload.synthesis import synthesise
@@ -327,3 +330,48 @@ def test_a_live_ramp_needs_ranks_and_traffic(log, tmp_path):
         result = run("-o", tmp_path / "mine.toml", "--ramp", "live", *missing)
         assert result.exit_code == 2
         assert "accepted: simulated, or live with MODEL and --traffic" in result.stderr
+
+
+# One device alone
+
+
+def test_one_device_is_measured_in_this_process_at_degree_1_and_links_are_those_of_a_base(tmp_path, monkeypatch):
+    """What a GPU is profiled by, here on the processor."""
+    monkeypatch.setattr("vertumnus.cli.profile._device", lambda wanted: "cpu")
+    output = tmp_path / "mine.toml"
+    arguments = (tiny_model.folder(), "-o", output, "--max-tokens", 512, "--rounds", 2, "--json")
+    result = run(*arguments, "--base", "qwen3-30b-a3b-h100")
+    assert result.exit_code == 0, result.stderr
+    assert "one cpu: degree 1" in result.stderr
+    profile, base = load_profile(output), load_profile("qwen3-30b-a3b-h100")
+    assert profile.degrees == (1,)
+    assert profile.hardware == "cpu"
+    assert profile.switch_s == base.switch_s
+    assert profile.provenance["switch_s"].note.startswith("qwen3-30b-a3b-h100: ")
+    coefficients = [each for key, each in profile.provenance.items() if key.startswith("coefficients")]
+    assert {each.source for each in coefficients} == {Source.MEASURED}
+    samples = read_samples(tmp_path / "mine.samples.jsonl")
+    assert {sample.degree for sample in samples.samples} == {1}
+    assert {sample.prefix_tokens > 0 for sample in samples.samples} == {True, False}
+    assert samples.packed
+
+
+def test_a_device_that_is_not_there_and_a_ramp_on_it_are_refused(tmp_path, monkeypatch):
+    arguments = (tiny_model.folder(), "-o", tmp_path / "mine.toml")
+    if not torch.cuda.is_available():
+        assert "does not find" in run(*arguments, "--device", "cuda").stderr
+    monkeypatch.setattr("vertumnus.cli.profile._device", lambda wanted: "cuda")
+    assert "cannot be served" in run(*arguments, "--traffic", "synth:toolagent", "--ramp", "live").stderr
+
+
+@pytest.mark.parametrize(("suffix", "prefix"), [(64, 0), (130, 128)])
+def test_a_step_of_one_device_is_the_engines_own(suffix, prefix):
+    device = OneDevice(tiny_model.folder(), None, torch.device("cpu"), num_slots=8)
+    seen = []
+    device._stepper.run = lambda step, link: seen.append((step, link.degree))
+    assert asyncio.run(device.step(StepCell(1, suffix, prefix))) >= 0
+    ((step, degree),) = seen
+    (request,) = step.requests
+    assert (len(request.token_ids), request.num_prefix_tokens, degree) == (suffix, prefix, 1)
+    with pytest.raises(CalibrationFailed, match="positions"):
+        asyncio.run(device.step(StepCell(1, 10**6, 0)))

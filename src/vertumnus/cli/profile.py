@@ -35,10 +35,17 @@ class ProfilingError(click.ClickException):
     "--base",
     default=DEFAULT_PROFILE_NAME,
     show_default=True,
-    help="With --from-samples: where everything but the coefficients comes from.",
+    help="With --from-samples: where everything but the coefficients comes from; with a GPU: links and the switch.",
     metavar="PROFILE",
 )
 @click.option("--ranks", type=click.IntRange(1, 8), default=2, show_default=True, help="Prefill ranks measured.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="cuda: one GPU, at degree 1; auto: a GPU where there is one.",
+)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the checkpoint's.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of one rank.")
 @click.option("--max-tokens", type=click.IntRange(256), default=4096, show_default=True, help="Longest prompt.")
@@ -71,6 +78,7 @@ def command(
     from_samples: str | None,
     base: str,
     ranks: int,
+    device: str,
     dtype: str | None,
     threads: int,
     max_tokens: int,
@@ -128,9 +136,12 @@ def command(
             num_rounds=rounds,
             budget_s=60 * minutes,
             seed=seed,
+            device=_device(device),
         )
+        if settings.device is not None and ramp == "live":
+            raise ConfigError("ramp is 'live' with a GPU; accepted: simulated, as GPUs cannot be served on yet")
         samples_path = Path(samples) if samples is not None else Path(output).with_suffix(".samples.jsonl")
-        measured, choice, profile = _measured(settings, samples_path, resume, kv_mib_per_rank, name, force)
+        measured, choice, profile = _measured(settings, samples_path, resume, kv_mib_per_rank, name, force, base)
         packed = measured.packed
     if trace is not None:
         kappa_of = None
@@ -172,10 +183,11 @@ def _fitted(path: Path, base: str, name: str) -> "tuple[Profile, Choice, SampleL
 
 
 def _measured(
-    settings: "MeasureSettings", samples_path: Path, resume: bool, kv_mib: int, name: str, force: bool
+    settings: "MeasureSettings", samples_path: Path, resume: bool, kv_mib: int, name: str, force: bool, base: str
 ) -> "tuple[Measured, Choice, Profile]":
     from vertumnus.bench.environment import environment
     from vertumnus.core.fit_choice import choose_fit
+    from vertumnus.core.profile import load_profile
     from vertumnus.engine.model_config import Dtype, ModelConfig
     from vertumnus.profiling.build import profile_of_measured
     from vertumnus.profiling.grid import cells_of
@@ -184,6 +196,7 @@ def _measured(
     from vertumnus.workload.output import check_writable
 
     config = ModelConfig.from_folder(settings.folder)
+    base_profile = load_profile(base) if settings.device is not None else None
     if settings.max_tokens > config.max_positions:
         raise ConfigError(f"max_tokens is {settings.max_tokens}; accepted: at most {config.max_positions}, the model's")
     about = environment("")
@@ -201,7 +214,10 @@ def _measured(
         known = resume_samples(samples_path, setup)
     else:
         begin_samples(samples_path, setup)
-    if settings.num_ranks == 1:
+    if settings.device is not None:
+        setup["hardware"] = _gpu_name() if settings.device == "cuda" else settings.device
+        note(f"one {setup['hardware']}: degree 1, for which it is enough; links and the switch are those of {base}")
+    elif settings.num_ranks == 1:
         note("one rank: its degree 1 alone is measured")
     num_planned = len(cells_of(settings.degrees, settings.max_tokens)) * settings.num_rounds
     try:
@@ -217,17 +233,38 @@ def _measured(
         note(f"{measured.num_left_out} of {num_planned // settings.num_rounds} cells would have taken too long")
     choice = choose_fit(measured.samples)
     kv_bytes = config.kv_bytes_per_token(chosen_dtype)
+    on_ranks = f"{about['hardware']}, {settings.threads_per_rank} thread(s) a rank"
     profile = profile_of_measured(
         measured,
         choice,
         name=name,
         model=f"{setup['model']}, {chosen_dtype.value}",
-        hardware=f"{about['hardware']}, {settings.threads_per_rank} thread(s) a rank",
+        hardware=on_ranks if settings.device is None else str(setup["hardware"]),
         kv_bytes_per_token=kv_bytes,
-        kv_capacity_tokens=(kv_mib << 20) // kv_bytes,
+        kv_capacity_tokens=(measured.kv_bytes or kv_mib << 20) // kv_bytes,
         max_sequence_tokens=config.max_positions,
+        base=base_profile,
     )
     return measured, choice, profile
+
+
+def _device(wanted: str) -> str | None:
+    """Where one model is measured alone; None: on ranks, on the processor."""
+    if wanted == "cpu":
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted == "cuda":
+        raise ConfigError("device is 'cuda', which torch does not find; accepted: cpu, or auto")
+    return None
+
+
+def _gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def _traffic(text: str, seed: int) -> "Trace":

@@ -35,7 +35,8 @@ EMPTY_LOG = SampleLog((), ())
 class MeasureSettings:
     """What is measured: `num_ranks` prefill ranks and one to hand over to. max_tokens: the longest prompt.
 
-    num_rounds: samples of every cell; fewer once `budget_s` seconds have passed.
+    num_rounds: samples of every cell; fewer once `budget_s` seconds have passed. device: where one model steps in this
+    process, at degree 1, instead of on ranks, as "cuda"; None: on ranks.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class MeasureSettings:
     num_rounds: int = 5
     budget_s: float = 480.0
     seed: int = 0
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 4 * BLOCK_TOKENS:
@@ -55,19 +57,22 @@ class MeasureSettings:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        return tuple(degree for degree in (1, 2, 4, 8) if degree <= self.num_ranks)
+        return tuple(degree for degree in (1, 2, 4, 8) if degree <= self.num_ranks and not (self.device and degree > 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """All that ranks were asked. copies: of KV blocks of BLOCK_TOKENS tokens. num_left_out: cells without a sample, as
-    they would have taken too long."""
+    """All that ranks were asked. copies: of KV blocks of BLOCK_TOKENS tokens; none where one device was measured alone,
+    and switch_s is 0 then. num_left_out: cells without a sample, as they would have taken too long. kv_bytes: what the
+    single device has for KV blocks, 0 where it does not say.
+    """
 
     samples: tuple[PrefillSample, ...]
     packed: tuple[PackedStep, ...]
     copies: Mapping[Way, CopyLine]
     switch_s: float
     num_left_out: int = 0
+    kv_bytes: int = 0
 
 
 async def measure(
@@ -84,6 +89,8 @@ async def measure(
     """
     cells = cells_of(settings.degrees, settings.max_tokens)
     num_blocks = max(cell.num_requests * -(-cell.num_tokens // cell.num_requests // BLOCK_TOKENS) for cell in cells)
+    if settings.device is not None:
+        return await _measure_one(settings, cells, num_blocks, known, samples_path, on_progress)
     ranks = await RankPool.start(
         PoolConfig(
             source="vertumnus.engine.model_source:load",
@@ -110,6 +117,33 @@ async def measure(
         copies=copies,
         switch_s=switch_s,
         num_left_out=rounds.num_left_out,
+    )
+
+
+async def _measure_one(
+    settings: MeasureSettings,
+    cells: Sequence[StepCell],
+    num_blocks: int,
+    known: SampleLog,
+    samples_path: Path | None,
+    on_progress: Callable[[int, int], None],
+) -> Measured:
+    import torch
+
+    from vertumnus.profiling.one_device import OneDevice
+
+    assert settings.device is not None
+    single = OneDevice(settings.folder, settings.dtype, torch.device(settings.device), num_blocks)
+    await single.step(StepCell(1, 256, 0))  # warms caches and allocators
+    rounds = Rounds(cells, settings, known, single.step, samples_path, on_progress)
+    await rounds.run()
+    return Measured(
+        samples=tuple(rounds.samples),
+        packed=tuple(rounds.packed),
+        copies={},
+        switch_s=0.0,
+        num_left_out=rounds.num_left_out,
+        kv_bytes=single.kv_bytes,
     )
 
 

@@ -104,6 +104,16 @@ async def time_step(
 ) -> float:
     """Seconds of one step over requests of (R, P) each. What the prefixes' slots hold is of no concern. Raises
     CalibrationFailed."""
+    step = work_step(group, epoch, block_tokens, work)
+    started_s = time.perf_counter()
+    answer = await ranks.step(step)
+    if isinstance(answer, Refusal):
+        raise CalibrationFailed(f"a step of {list(work)} tokens (new, cached) cannot be measured: {answer.detail}")
+    return time.perf_counter() - started_s
+
+
+def work_step(group: RankGroup, epoch: int, block_tokens: int, work: Sequence[tuple[int, int]]) -> Step:
+    """A step over requests of (R, P) each, in slots from 0 on at every rank of the group."""
     requests = []
     next_slot = 0
     for number, (suffix_tokens, prefix_tokens) in enumerate(work):
@@ -116,10 +126,4 @@ async def time_step(
                 request_id=number, token_ids=[1] * suffix_tokens, num_prefix_tokens=prefix_tokens, blocks=blocks
             )
         )
-    started_s = time.perf_counter()
-    answer = await ranks.step(
-        Step(step_id=0, first_rank=group.first_rank, degree=group.degree, epoch=epoch, requests=requests)
-    )
-    if isinstance(answer, Refusal):
-        raise CalibrationFailed(f"a step of {list(work)} tokens (new, cached) cannot be measured: {answer.detail}")
-    return time.perf_counter() - started_s
+    return Step(step_id=0, first_rank=group.first_rank, degree=group.degree, epoch=epoch, requests=requests)
