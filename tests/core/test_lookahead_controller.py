@@ -13,7 +13,7 @@ from vertumnus.core.controller import Arrivals, PoolState, Window
 from vertumnus.core.lookahead_controller import LookaheadController, LookaheadSettings
 from vertumnus.core.profile import load_profile
 from vertumnus.core.rollout import Shadows
-from vertumnus.core.search_space import searchable_compositions
+from vertumnus.core.search_space import search_space, searchable_compositions
 from vertumnus.core.slices import finish
 from vertumnus.errors import ConfigError
 
@@ -202,6 +202,66 @@ def test_a_large_pool_that_lost_ranks_is_searched_among_what_fits():
     found = searchable_compositions(Topology(10 * 8, lost_ranks=frozenset({3, 40})), (1, 2, 4, 8))
     assert found
     assert {each.num_gpus for each in found} == {78}
+
+
+@pytest.mark.parametrize("num_nodes", [10, 32, 128])
+def test_every_composition_of_a_large_pool_is_judged_as_the_one_of_its_shares_in_five_nodes(num_nodes):
+    space = search_space(Topology(8 * num_nodes), (1, 2, 4, 8))
+    assert space.share == 5 / num_nodes
+    assert all(space.judged(real) == base for base, real in space.candidates.items())
+
+
+def test_a_composition_of_a_large_pool_that_is_no_multiple_is_judged_as_the_nearest():
+    space = search_space(Topology(1024), (1, 2, 4, 8))
+    assert space.judged(Composition.parse("4x1,510x2")) == Composition.parse("20x2")
+    assert space.judged(Composition.parse("106x1,307x2,76x4")) == Composition.parse("4x1,12x2,3x4")
+
+
+def test_a_small_pool_is_judged_as_it_is():
+    space = search_space(TWO_NODES, (1, 2, 4, 8))
+    assert space.share == 1
+    assert all(base == real == space.judged(real) for base, real in space.candidates.items())
+
+
+@pytest.mark.parametrize("num_nodes", [10, 40])
+def test_a_large_pool_goes_where_five_of_its_nodes_with_their_share_of_the_traffic_would(num_nodes):
+    factor = num_nodes // 5
+    few, many = Topology(40), Topology(8 * num_nodes)
+    for degree, lengths, num_requests in ((2, [60_000, 3_000], 20), (8, [6_000], 600)):
+        small = equal_windows(8, num_requests, lengths)
+        large = equal_windows(8, num_requests * factor, [each for each in lengths for _ in range(factor)])
+        start = Composition.of({degree: 40 // degree})
+        path = drive(LookaheadController(COST), str(start), small, few)
+        others = drive(LookaheadController(COST), f"{40 // degree * factor}x{degree}", large, many)
+        assert [[(degree, count * factor) for degree, count in each] for each in path] == [list(e) for e in others]
+        assert path[-1] != start
+
+
+def work_of(monkeypatch, num_gpus, num_requests, **changes):
+    """Placements that shadows replay, times their workers, window by window; the composition stays."""
+    replay, work = Shadows.replay, []
+
+    def counting(shadows, arrived):
+        work[-1] += len(arrived) * sum(each.num_workers for each in shadows.compositions)
+        return replay(shadows, arrived)
+
+    monkeypatch.setattr(Shadows, "replay", counting)
+    controller = LookaheadController(COST, LookaheadSettings(min_gain_ratio=0.99, **changes))
+    topology, composition = Topology(num_gpus), Composition.of({2: num_gpus // 2})
+    for each in equal_windows(13, num_requests, [2_000]):
+        work.append(0)
+        controller.observe(each, state(composition, topology))
+    return work
+
+
+def test_what_a_window_takes_to_judge_does_not_grow_with_the_pool(monkeypatch):
+    few, many = (work_of(monkeypatch, gpus, gpus) for gpus in (40, 1024))
+    assert max(many) <= 1.1 * max(few)
+
+
+def test_what_a_window_takes_to_judge_is_bounded_however_much_arrives(monkeypatch):
+    heavy, overwhelming = (work_of(monkeypatch, 40, count, max_requests=100) for count in (100, 2_000))
+    assert max(overwhelming) <= max(heavy)
 
 
 def test_a_shadow_is_the_fifo_recursion_over_the_cheapest_worker():

@@ -33,6 +33,15 @@ class Arrivals:
             prefix_tokens=self.prefix_tokens[start:end],
         )
 
+    def thinned(self, share: float) -> "Arrivals":
+        """Evenly as many as the share, in (0, 1], of them: what a part of a pool would get."""
+        chosen = np.flatnonzero(np.diff(np.floor(np.arange(len(self) + 1) * share)))
+        return Arrivals(
+            arrival_s=self.arrival_s[chosen],
+            input_tokens=self.input_tokens[chosen],
+            prefix_tokens=self.prefix_tokens[chosen],
+        )
+
 
 _NONE = Arrivals(arrival_s=np.empty(0), input_tokens=np.empty(0), prefix_tokens=np.empty(0))
 

@@ -9,14 +9,17 @@ the others too.
 
 What keeps it calm: all compositions are judged on the same arrivals, over as long as the traffic has not changed, so
 that evidence adds up; the gain must exceed a margin and, unless it is large, stand out from chance; and under the same
-traffic no composition is entered more than twice. When the traffic changes, all compositions start anew; as evidence
-comes in, those that are clearly worse are dropped, which also bounds the work. What a composition would lose in a surge
-counts beside what it saves, the less the longer the traffic has stayed the same.
+traffic no composition is entered more than twice. What a composition would lose in a surge counts beside what it saves,
+the less the longer the traffic has stayed the same.
+
+What keeps it quick: when the traffic changes, all compositions start anew; as evidence comes in, those that are clearly
+worse are dropped. A large pool is judged as five of its nodes with their share of the arrivals, and of a window at most
+`max_requests` are replayed.
 """
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,7 +28,7 @@ from vertumnus.core.controller import Arrivals, PoolState, Proposal, Reason, Win
 from vertumnus.core.cost import CostModel, FloatArray
 from vertumnus.core.evidence import Evidence, WaitRatio
 from vertumnus.core.rollout import Shadows
-from vertumnus.core.search_space import searchable_compositions
+from vertumnus.core.search_space import SearchSpace, search_space
 from vertumnus.core.slices import Slices, finish
 from vertumnus.core.topology import Topology
 from vertumnus.errors import ConfigError
@@ -66,6 +69,8 @@ class LookaheadSettings:
     have ranked them in the backlog of a surge or with cold caches."""
     reviewed_windows: int = 8
     """The last windows, which they are looked at on; what came before is forgotten."""
+    max_requests: int = 6000
+    """Arrivals of a window that are replayed at most, its first ones: with `review_windows` the budget of time."""
     backlog_windows: int = 6
     """Windows after which a pool with a backlog looks at all compositions again: those followed may all be too slow."""
 
@@ -87,6 +92,7 @@ class LookaheadSettings:
             "max_shadows",
             "review_windows",
             "reviewed_windows",
+            "max_requests",
             "backlog_windows",
         ):
             if getattr(self, name) < 1:
@@ -133,7 +139,9 @@ class LookaheadController:
     cost_model: CostModel
     settings: LookaheadSettings = LookaheadSettings()
     _traffic: deque[_Traffic] = field(default_factory=lambda: deque(maxlen=180))
+    _space: SearchSpace | None = None
     _shadows: Shadows | None = None
+    """Of compositions of the pool that is judged."""
     _evidence: Evidence = field(init=False)
     """Of the traffic as it is."""
     _surges: Evidence = field(init=False)
@@ -172,21 +180,27 @@ class LookaheadController:
         windows, queued = self._begin_window(window, state)
         was_steady = not state.in_transition and (self._last == state.composition or self._last is None)
         self._last = None if state.in_transition else state.composition
-        if not windows or self._shadows is None:
+        if not windows or self._shadows is None or self._space is None:
             return None
-        row = self._shadows.compositions.index(state.composition)
+        row = self._shadows.compositions.index(self._space.judged(state.composition))
         self._is_thinking = True
-        for number, each in enumerate(windows):
-            arrivals = _with_queued(queued, each.arrivals) if number == 0 else each.arrivals
-            replayed = yield from self._shadows.replay(arrivals)
-            self._evidence.add(replayed)
-        if was_steady and len(window.arrivals):
-            own_wait_s = replayed.wait_s[-len(window.arrivals) :, row]
-            until_end_s = window.end_s - window.arrivals.arrival_s
-            self._waits.record(window.waited_s, float(np.minimum(own_wait_s, until_end_s).sum()), len(own_wait_s))
+        parts = [self._part(each) for each in windows]
+        for number, part in enumerate(parts):
+            arrivals = _with_queued(self._sample(queued), part.arrivals) if number == 0 else part.arrivals
+            if len(arrivals):
+                replayed = yield from self._shadows.replay(arrivals)
+                self._evidence.add(replayed)
+        if not self._evidence.counts:  # a large pool with next to no traffic
+            return None
+        seen = parts[-1].arrivals
+        if was_steady and len(seen):
+            own_wait_s = replayed.wait_s[-len(seen) :, row]
+            until_end_s = window.end_s - seen.arrival_s
+            waited_s = window.waited_s * (len(seen) / len(window.arrivals))
+            self._waits.record(waited_s, float(np.minimum(own_wait_s, until_end_s).sum()), len(own_wait_s))
         row = self._drop_hopeless(row)
         if self.settings.surge_windows:
-            yield from self._meet_surges(windows)
+            yield from self._meet_surges(windows, parts)
         self._is_thinking = False
         expected = self._expect(row)
         best = self._best(row, expected)
@@ -195,7 +209,7 @@ class LookaheadController:
             target = self._shadows.compositions[best]
             self._entered[target] += 1
             proposal = Proposal(
-                target,
+                self._space.candidates[target],
                 (),
                 Reason.BETTER_COMPOSITION,
                 {
@@ -224,7 +238,11 @@ class LookaheadController:
             self._age = 0
         self._age += 1
         self._recent.append(window)
-        is_known = self._shadows is not None and current in self._shadows.compositions
+        is_known = (
+            self._shadows is not None
+            and self._space is not None
+            and self._space.judged(current) in self._shadows.compositions
+        )
         backlog = len(state.queued) / current.num_workers
         is_behind = backlog > 2 and len(self._evidence.counts) >= self.settings.backlog_windows
         # While a backlog was worked off, the shadows told who is quickest at that, not who serves this traffic best.
@@ -241,22 +259,41 @@ class LookaheadController:
             windows = list(self._recent)
         return [each for each in windows if len(each.arrivals) or len(queued)], queued
 
+    def _sample(self, arrivals: Arrivals) -> Arrivals:
+        """Those that the pool that is judged would get: evenly as many as its share, and at most `max_requests`."""
+        assert self._space is not None
+        if self._space.share < 1:
+            arrivals = arrivals.thinned(self._space.share)
+        return arrivals.part(0, self.settings.max_requests)
+
+    def _part(self, window: Window) -> Window:
+        """What of a window is replayed; it ends where its arrivals do if they are cut."""
+        arrivals = self._sample(window.arrivals)
+        if len(arrivals) < self.settings.max_requests:
+            return replace(window, arrivals=arrivals)
+        end_s = max(float(arrivals.arrival_s[-1]), float(np.nextafter(window.start_s, np.inf)))
+        return replace(window, arrivals=arrivals, end_s=end_s)
+
     def _is_review_due(self, backlog: float, state: PoolState) -> bool:
         return self._age % self.settings.review_windows == 0 and backlog <= 1 and not state.in_transition
 
-    def _meet_surges(self, windows: Sequence[Window]) -> Slices[None]:
-        """What would become of idle shadows in a surge of this traffic, and if the traffic before it came back."""
+    def _meet_surges(self, windows: Sequence[Window], parts: Sequence[Window]) -> Slices[None]:
+        """What would become of idle shadows in a surge of this traffic, and if the traffic before it came back.
+
+        parts: what of the windows is replayed.
+        """
         assert self._shadows is not None
         compositions = self._shadows.compositions
-        for window in windows:
-            if len(window.arrivals):
-                ratio = self._surge_ratio(window)
-                surge = _faster(window, ratio).part(0, _SURGE_REQUESTS)
+        for window, part in zip(windows, parts, strict=True):
+            if len(part.arrivals):
+                ratio = self._surge_ratio(part)
+                surge = _faster(part, ratio).part(0, _SURGE_REQUESTS)
                 self._surges.add((yield from Shadows(compositions, self.cost_model).replay(surge)))
                 self._surge_requests = ratio * len(window.arrivals)
-        if self._before is not None and len(self._before) and not self._returns.counts:
-            before = self._before.part(0, _SURGE_REQUESTS)
-            self._returns.add((yield from Shadows(compositions, self.cost_model).replay(before)))
+        if self._before is not None and not self._returns.counts:
+            before = self._sample(self._before).part(0, _SURGE_REQUESTS)
+            if len(before):
+                self._returns.add((yield from Shadows(compositions, self.cost_model).replay(before)))
 
     def _surge_ratio(self, window: Window) -> float:
         """What comes `surge_ratio` times as fast, or as fast as the pool can serve at all: at its smallest degree."""
@@ -348,12 +385,14 @@ class LookaheadController:
         """Shadows of everything that could be gone to; what was learnt under other traffic is forgotten."""
         self._topology = state.topology
         current = state.composition
+        self._space = search_space(state.topology, state.degrees)
+        own = self._space.judged(current)
         others = [
             each
-            for each in searchable_compositions(state.topology, state.degrees)
-            if each != current and state.admits(each)
+            for each, real in self._space.candidates.items()
+            if each != own and real != current and state.admits(real)
         ]
-        self._shadows = Shadows([current, *others], self.cost_model)
+        self._shadows = Shadows([own, *others], self.cost_model)
         self._evidence.clear()
         self._surges.clear()
         self._returns.clear()
