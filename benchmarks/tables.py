@@ -226,16 +226,30 @@ def real() -> None:
     )
 
 
+VALIDATED = ("mean_ttft_s", "p50_ttft_s", "p90_ttft_s", "p99_ttft_s", "token_hit_ratio")
+
+
 def validate() -> None:
-    """Live, and simulated over live."""
+    """Live and simulated, what they differ by, and the widest simulated range under arrivals a millisecond apart."""
     lines = []
-    for row in load("validate"):
-        live = row["live"]
-        ttft = [f"{live[f'{name}_ttft_s']:.2f}" for name in ("mean", "p50", "p90", "p99")]
-        ratios = [f"{row[f'{name}_over_live_ratio']:.2f}" for name in ("mean", "p50", "p90", "p99")]
-        lines.append([row["label"], "live", *ttft, f"{live['token_hit_ratio']:.1%}"])
-        lines.append(["", "simulated over live", *ratios, f"{100 * row['hit_difference']:+.1f} points"])
-    table(["live pool", "", "mean s", "P50", "P90", "P99", "token hit"], lines)
+    for path in sorted(RESULTS.glob("validate-*.json")):
+        (row,) = json.loads(path.read_text())["results"]
+        both, off = [(row["live"][name], row["simulated"][name]) for name in VALIDATED], row["difference"]
+        lines.append(
+            [
+                path.stem.removeprefix("validate-"),
+                f"{row['rate_per_s']:.2g}",
+                *(f"{live:.3f} / {simulated:.3f}" for live, simulated in both[:4]),
+                f"{both[4][0]:.1%} / {both[4][1]:.1%}",
+                f"{off['mean_ttft_ratio']:+.1%}, {off['p90_ttft_ratio']:+.1%}, "
+                f"{100 * off['token_hit_ratio']:+.1f} points",
+                f"{row['decisions']['other_degree_ratio']:.0%} / {row['decisions']['other_ranks_ratio']:.0%}",
+                f"{row['correlation']['spearman_of_ttft']:.3f}",
+                " to ".join(f"{each:.3f}" for each in row["jittered"]["mean_ttft_s"]),
+            ]
+        )
+    heads = ["run", "req/s", "mean", "P50", "P90", "P99", "token hit", "mean, P90, hit differ by"]
+    table([*heads, "other degree / ranks", "rank correlation", "jittered mean"], lines)
 
 
 def reproduction() -> None:
