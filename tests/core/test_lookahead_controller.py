@@ -217,6 +217,16 @@ def test_a_composition_of_a_large_pool_that_is_no_multiple_is_judged_as_the_near
     assert space.judged(Composition.parse("106x1,307x2,76x4")) == Composition.parse("4x1,12x2,3x4")
 
 
+def test_a_review_may_fall_on_a_window_without_arrivals():
+    controller = LookaheadController(COST, LookaheadSettings(review_windows=4))
+    windows = equal_windows(5, 8, [3_000])
+    windows[3] = window(3, arrivals(60.0, [], []))
+    for each in windows:
+        controller.observe(each, state(Composition.parse("8x2")))
+    counts = controller._evidence.counts
+    assert counts == [8] * 4, "the review forgot nothing but the empty window"
+
+
 def test_a_small_pool_is_judged_as_it_is():
     space = search_space(TWO_NODES, (1, 2, 4, 8))
     assert space.share == 1

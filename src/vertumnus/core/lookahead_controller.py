@@ -192,7 +192,7 @@ class LookaheadController:
                 self._evidence.add(replayed)
         if not self._evidence.counts:  # a large pool with next to no traffic
             return None
-        seen = parts[-1].arrivals
+        seen = parts[-1].arrivals if len(window.arrivals) else window.arrivals
         if was_steady and len(seen):
             own_wait_s = replayed.wait_s[-len(seen) :, row]
             until_end_s = window.end_s - seen.arrival_s
