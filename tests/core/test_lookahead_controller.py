@@ -204,11 +204,100 @@ def test_a_large_pool_that_lost_ranks_is_searched_among_what_fits():
     assert {each.num_gpus for each in found} == {78}
 
 
-@pytest.mark.parametrize("num_nodes", [10, 32, 128])
-def test_every_composition_of_a_large_pool_is_judged_as_the_one_of_its_shares_in_five_nodes(num_nodes):
-    space = search_space(Topology(8 * num_nodes), (1, 2, 4, 8))
-    assert space.share == 5 / num_nodes
-    assert all(space.judged(real) == base for base, real in space.candidates.items())
+def shares(composition):
+    return {degree: degree * count / composition.num_gpus for degree, count in composition}
+
+
+@pytest.mark.parametrize("lost_ranks", [(), (3,), (0, 8, 9, 77)])
+@pytest.mark.parametrize("num_nodes", [10, 13, 32, 128])
+@pytest.mark.parametrize("degrees", [(1, 2, 4, 8), (2, 4, 8), (4, 8)])
+def test_every_composition_of_a_large_pool_has_about_the_shares_of_the_one_that_it_is_judged_as(
+    num_nodes, lost_ranks, degrees
+):
+    topology = Topology(8 * num_nodes, lost_ranks=frozenset(lost_ranks))
+    space = search_space(topology, degrees)
+    num_bases = len(compositions(Topology(40), degrees))
+    assert 0.5 * num_bases < len(space.candidates) <= num_bases
+    for base, real in space.candidates.items():
+        lay_out(real, topology)
+        assert 8 * num_nodes - real.num_gpus <= len(lost_ranks) * degrees[0]
+        if space.share < 1 and not lost_ranks:
+            ours, theirs = shares(real), shares(base)
+            assert all(abs(ours.get(degree, 0.0) - theirs.get(degree, 0.0)) < 0.12 for degree in degrees)
+            assert space.share == 5 / num_nodes
+    assert space.judged(Composition.of({degrees[0]: 8 * num_nodes // degrees[0]})).degrees == degrees[:1]
+
+
+@settings(max_examples=60)
+@given(st.sets(st.integers(0, 47), max_size=48), st.sampled_from([(1, 2, 4, 8), (2, 4), (4, 8)]))
+def test_whatever_ranks_are_lost_what_is_searched_fits_and_leaves_nothing_idle_that_could_serve(lost, degrees):
+    topology = Topology(48, lost_ranks=frozenset(lost))
+    usable = degrees[0] * sum(not lost & set(range(first, first + degrees[0])) for first in range(0, 48, degrees[0]))
+    found = searchable_compositions(topology, degrees)
+    assert bool(found) == bool(usable)
+    for each in found:
+        lay_out(each, topology)
+        assert each.num_gpus == usable
+
+
+def test_a_controller_survives_losses_that_leave_little_to_choose():
+    topology = Topology(80, lost_ranks=frozenset({0, 8}))
+    controller, current = LookaheadController(COST), Composition.parse("2x4,8x8")
+    for each in equal_windows(3, 40, [8_000]):
+        pool = PoolState(layout=lay_out(current, topology), topology=topology, degrees=(4, 8))
+        proposal = controller.observe(each, pool)
+        if proposal is not None:
+            current = proposal.target
+
+
+def test_a_large_pool_takes_noise_for_other_traffic_no_more_often_than_a_small_one(monkeypatch):
+    begun = []
+    start = LookaheadController._start_anew
+    monkeypatch.setattr(
+        LookaheadController, "_start_anew", lambda self, state: (begun[-1].append(1), start(self, state))
+    )
+    rng = np.random.default_rng(5)
+    rates = 1 + 0.05 * rng.standard_normal(40)
+    for num_gpus in (40, 320, 1024):
+        begun.append([])
+        controller = LookaheadController(COST, LookaheadSettings(min_gain_ratio=0.99))
+        pool = state(Composition.of({2: num_gpus // 2}), Topology(num_gpus))
+        for index, rate in enumerate(rates):
+            count = int(num_gpus * rate)
+            (drawn,) = equal_windows(1, count, [3_000])
+            controller.observe(
+                window(
+                    index, arrivals(index * WINDOW_S, [WINDOW_S / (count + 1)] * count, drawn.arrivals.input_tokens)
+                ),
+                pool,
+            )
+    assert len(begun[1]) <= len(begun[0]) + 2
+    assert len(begun[2]) <= len(begun[0]) + 2
+
+
+def test_an_overload_is_seen_though_windows_are_cut():
+    """Half as much again as one can serve: queues grow from window to window, whatever share of it is replayed."""
+    waits = []
+    for most in (6_000, 150):
+        controller = LookaheadController(COST, LookaheadSettings(min_gain_ratio=0.99, max_requests=most))
+        topology = Topology(8)
+        per_s = 8 / COST.prefill_s(6_000, 1_536, 1) * 1.5
+        for each in equal_windows(5, int(per_s * WINDOW_S), [6_000]):
+            controller.observe(each, state(Composition.parse("8x1"), topology))
+        means = controller._evidence._window_means_s(1.0)[:, 0]
+        waits.append(means[-1] / means[0])
+    assert waits[0] > 3
+    assert waits[1] > 3
+
+
+def test_thinning_takes_no_pattern_for_the_whole_and_loses_nothing_on_average():
+    arrived = arrivals(0.0, [0.1] * 1_000, [60_000, 3_000] * 500)
+    half = arrived.thinned(0.5, seed=3)
+    assert len(half) == 500
+    assert 200 < int((half.input_tokens == 60_000).sum()) < 300
+    few = [len(arrivals(0.0, [0.1] * 51, [3_000] * 51).thinned(40 / 1024, seed=seed)) for seed in range(400)]
+    assert 1.9 < np.mean(few) < 2.1
+    assert len(arrived.thinned(1.0)) == 1_000
 
 
 def test_a_composition_of_a_large_pool_that_is_no_multiple_is_judged_as_the_nearest():

@@ -352,6 +352,8 @@ def test_one_device_is_measured_in_this_process_at_degree_1_and_links_are_those_
     assert {each.source for each in coefficients} == {Source.MEASURED}
     samples = read_samples(tmp_path / "mine.samples.jsonl")
     assert {sample.degree for sample in samples.samples} == {1}
+    header = json.loads((tmp_path / "mine.samples.jsonl").read_text().splitlines()[0])
+    assert (header["setup"]["hardware"], header["setup"]["device"]) == ("cpu", "cpu")
     assert {sample.prefix_tokens > 0 for sample in samples.samples} == {True, False}
     assert samples.packed
 
@@ -365,13 +367,28 @@ def test_a_device_that_is_not_there_and_a_ramp_on_it_are_refused(tmp_path, monke
 
 
 @pytest.mark.parametrize(("suffix", "prefix"), [(64, 0), (130, 128)])
-def test_a_step_of_one_device_is_the_engines_own(suffix, prefix):
+def test_a_step_of_one_device_is_run_by_the_engine_with_the_work_asked_for(suffix, prefix):
     device = OneDevice(tiny_model.folder(), None, torch.device("cpu"), num_slots=8)
-    seen = []
-    device._stepper.run = lambda step, link: seen.append((step, link.degree))
-    assert asyncio.run(device.step(StepCell(1, suffix, prefix))) >= 0
-    ((step, degree),) = seen
-    (request,) = step.requests
+    run, seen = device._stepper.run, []
+
+    def running(step, link):
+        seen.append((step.requests[0], link.degree, run(step, link)))
+
+    device._stepper.run = running
+    assert asyncio.run(device.step(StepCell(1, suffix, prefix))) > 0
+    ((request, degree, output),) = seen
     assert (len(request.token_ids), request.num_prefix_tokens, degree) == (suffix, prefix, 1)
+    assert output.timings
     with pytest.raises(CalibrationFailed, match="positions"):
         asyncio.run(device.step(StepCell(1, 10**6, 0)))
+
+
+def test_a_step_that_does_not_fit_the_device_says_so():
+    device = OneDevice(tiny_model.folder(), None, torch.device("cpu"), num_slots=8)
+
+    def running(step, link):
+        raise torch.OutOfMemoryError
+
+    device._stepper.run = running
+    with pytest.raises(CalibrationFailed, match="memory"):
+        asyncio.run(device.step(StepCell(1, 64, 0)))

@@ -162,9 +162,8 @@ class PoolOptions:
 
         for option, value in (("beta", self.beta), ("lambda", self.lambda_)):
             if value is not None and not {"vertumnus", "paper", PAPER_SYSTEM}.intersection(policies):
-                raise ConfigError(
-                    f"{option} is {value} with {', '.join(policies)}; accepted: with vertumnus or paper only"
-                )
+                known = f"accepted: with vertumnus, paper or {PAPER_SYSTEM} only"
+                raise ConfigError(f"{option} is {value} with {', '.join(policies)}; {known}")
 
 
 _TRACE_OPTIONS = (

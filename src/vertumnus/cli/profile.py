@@ -139,7 +139,9 @@ def command(
             device=_device(device),
         )
         if settings.device is not None and ramp == "live":
-            raise ConfigError("ramp is 'live' with a GPU; accepted: simulated, as GPUs cannot be served on yet")
+            raise ConfigError(
+                "ramp is 'live' with a GPU; accepted: simulated, as GPUs cannot be served on yet, or --device cpu"
+            )
         samples_path = Path(samples) if samples is not None else Path(output).with_suffix(".samples.jsonl")
         measured, choice, profile = _measured(settings, samples_path, resume, kv_mib_per_rank, name, force, base)
         packed = measured.packed
@@ -208,6 +210,9 @@ def _measured(
         "hardware": about["hardware"],
         "torch": about.get("torch"),
     }
+    if settings.device is not None:
+        setup["hardware"] = _gpu_name() if settings.device == "cuda" else settings.device
+        setup["device"] = settings.device
     known = EMPTY_LOG
     check_writable(samples_path, force=force or resume)
     if resume:
@@ -215,7 +220,6 @@ def _measured(
     else:
         begin_samples(samples_path, setup)
     if settings.device is not None:
-        setup["hardware"] = _gpu_name() if settings.device == "cuda" else settings.device
         note(f"one {setup['hardware']}: degree 1, for which it is enough; links and the switch are those of {base}")
     elif settings.num_ranks == 1:
         note("one rank: its degree 1 alone is measured")

@@ -33,9 +33,13 @@ class Arrivals:
             prefix_tokens=self.prefix_tokens[start:end],
         )
 
-    def thinned(self, share: float) -> "Arrivals":
-        """Evenly as many as the share, in (0, 1], of them: what a part of a pool would get."""
-        chosen = np.flatnonzero(np.diff(np.floor(np.arange(len(self) + 1) * share)))
+    def thinned(self, share: float, seed: int = 0) -> "Arrivals":
+        """As many as the share, in (0, 1], of them on average: what a part of a pool would get. One by chance of every
+        1/share in a row, so that no pattern of the arrivals is taken for the whole."""
+        draw = np.random.default_rng(seed)
+        num_chosen = int(len(self) * share + draw.random())
+        edges = np.linspace(0, len(self), num_chosen + 1)
+        chosen = (edges[:-1] + draw.random(num_chosen) * np.diff(edges)).astype(int)
         return Arrivals(
             arrival_s=self.arrival_s[chosen],
             input_tokens=self.input_tokens[chosen],

@@ -177,30 +177,31 @@ class LookaheadController:
 
     def observing(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
         """`observe` in slices of a few milliseconds; some microseconds per arrival, more where the traffic changed."""
+        if self._space is None or state.topology != self._topology:
+            self._space = search_space(state.topology, state.degrees)
+        window = self._seen(window)
         windows, queued = self._begin_window(window, state)
         was_steady = not state.in_transition and (self._last == state.composition or self._last is None)
         self._last = None if state.in_transition else state.composition
-        if not windows or self._shadows is None or self._space is None:
+        if not windows or self._shadows is None:
             return None
         row = self._shadows.compositions.index(self._space.judged(state.composition))
         self._is_thinking = True
-        parts = [self._part(each) for each in windows]
-        for number, part in enumerate(parts):
-            arrivals = _with_queued(self._sample(queued), part.arrivals) if number == 0 else part.arrivals
-            if len(arrivals):
-                replayed = yield from self._shadows.replay(arrivals)
-                self._evidence.add(replayed)
-        if not self._evidence.counts:  # a large pool with next to no traffic
-            return None
-        seen = parts[-1].arrivals if len(window.arrivals) else window.arrivals
-        if was_steady and len(seen):
-            own_wait_s = replayed.wait_s[-len(seen) :, row]
-            until_end_s = window.end_s - seen.arrival_s
-            waited_s = window.waited_s * (len(seen) / len(window.arrivals))
-            self._waits.record(waited_s, float(np.minimum(own_wait_s, until_end_s).sum()), len(own_wait_s))
+        for number, each in enumerate(windows):
+            arrivals = _with_queued(queued, each.arrivals) if number == 0 else each.arrivals
+            played = arrivals.part(0, self.settings.max_requests)
+            replayed = yield from self._shadows.replay(played)
+            self._evidence.add(replayed)
+            is_cut = len(played) < len(arrivals)
+            if is_cut:
+                self._shadows.skip(each.end_s - float(played.arrival_s[-1]))
+        if was_steady and len(window.arrivals) and not is_cut:
+            own_wait_s = replayed.wait_s[-len(window.arrivals) :, row]
+            until_end_s = window.end_s - window.arrivals.arrival_s
+            self._waits.record(window.waited_s, float(np.minimum(own_wait_s, until_end_s).sum()), len(own_wait_s))
         row = self._drop_hopeless(row)
         if self.settings.surge_windows:
-            yield from self._meet_surges(windows, parts)
+            yield from self._meet_surges(windows)
         self._is_thinking = False
         expected = self._expect(row)
         best = self._best(row, expected)
@@ -238,62 +239,54 @@ class LookaheadController:
             self._age = 0
         self._age += 1
         self._recent.append(window)
-        is_known = (
-            self._shadows is not None
-            and self._space is not None
-            and self._space.judged(current) in self._shadows.compositions
-        )
+        assert self._space is not None
+        is_known = self._shadows is not None and self._space.judged(current) in self._shadows.compositions
         backlog = len(state.queued) / current.num_workers
         is_behind = backlog > 2 and len(self._evidence.counts) >= self.settings.backlog_windows
         # While a backlog was worked off, the shadows told who is quickest at that, not who serves this traffic best.
         is_through = self._began_with_backlog and backlog <= 1 and not state.in_transition
         # An unknown composition is one that was dropped, passed through on the way; a backlog means that the first
         # window ranked too little. None of this is news of the traffic, so what was entered before still counts.
-        windows, queued = [window], state.queued.part(0, 0)
+        windows, waiting = [window], self._sample(state.queued, window.start_s)
+        queued = waiting.part(0, 0)
         if has_changed or not is_known or is_behind or is_through:
             self._start_anew(state)
             self._began_with_backlog = backlog > 0.5 and not is_through
-            queued = state.queued
+            queued = waiting
         elif self._is_thinking or self._is_review_due(backlog, state):
             self._start_anew(state)
             windows = list(self._recent)
         return [each for each in windows if len(each.arrivals) or len(queued)], queued
 
-    def _sample(self, arrivals: Arrivals) -> Arrivals:
-        """Those that the pool that is judged would get: evenly as many as its share, and at most `max_requests`."""
-        assert self._space is not None
-        if self._space.share < 1:
-            arrivals = arrivals.thinned(self._space.share)
-        return arrivals.part(0, self.settings.max_requests)
+    def _seen(self, window: Window) -> Window:
+        """The window as the pool that is judged sees it: with its share of the arrivals, and of what they waited."""
+        arrivals = self._sample(window.arrivals, window.start_s)
+        if len(arrivals) == len(window.arrivals):
+            return window
+        return replace(window, arrivals=arrivals, waited_s=window.waited_s * len(arrivals) / len(window.arrivals))
 
-    def _part(self, window: Window) -> Window:
-        """What of a window is replayed; it ends where its arrivals do if they are cut."""
-        arrivals = self._sample(window.arrivals)
-        if len(arrivals) < self.settings.max_requests:
-            return replace(window, arrivals=arrivals)
-        end_s = max(float(arrivals.arrival_s[-1]), float(np.nextafter(window.start_s, np.inf)))
-        return replace(window, arrivals=arrivals, end_s=end_s)
+    def _sample(self, arrivals: Arrivals, start_s: float) -> Arrivals:
+        assert self._space is not None
+        if self._space.share == 1:
+            return arrivals
+        return arrivals.thinned(self._space.share, seed=abs(int(1000 * start_s)))
 
     def _is_review_due(self, backlog: float, state: PoolState) -> bool:
         return self._age % self.settings.review_windows == 0 and backlog <= 1 and not state.in_transition
 
-    def _meet_surges(self, windows: Sequence[Window], parts: Sequence[Window]) -> Slices[None]:
-        """What would become of idle shadows in a surge of this traffic, and if the traffic before it came back.
-
-        parts: what of the windows is replayed.
-        """
+    def _meet_surges(self, windows: Sequence[Window]) -> Slices[None]:
+        """What would become of idle shadows in a surge of this traffic, and if the traffic before it came back."""
         assert self._shadows is not None
         compositions = self._shadows.compositions
-        for window, part in zip(windows, parts, strict=True):
-            if len(part.arrivals):
-                ratio = self._surge_ratio(part)
-                surge = _faster(part, ratio).part(0, _SURGE_REQUESTS)
+        for window in windows:
+            if len(window.arrivals):
+                ratio = self._surge_ratio(window)
+                surge = _faster(window, ratio).part(0, _SURGE_REQUESTS)
                 self._surges.add((yield from Shadows(compositions, self.cost_model).replay(surge)))
                 self._surge_requests = ratio * len(window.arrivals)
-        if self._before is not None and not self._returns.counts:
-            before = self._sample(self._before).part(0, _SURGE_REQUESTS)
-            if len(before):
-                self._returns.add((yield from Shadows(compositions, self.cost_model).replay(before)))
+        if self._before is not None and len(self._before) and not self._returns.counts:
+            before = self._before.part(0, _SURGE_REQUESTS)
+            self._returns.add((yield from Shadows(compositions, self.cost_model).replay(before)))
 
     def _surge_ratio(self, window: Window) -> float:
         """What comes `surge_ratio` times as fast, or as fast as the pool can serve at all: at its smallest degree."""
@@ -384,14 +377,9 @@ class LookaheadController:
     def _start_anew(self, state: PoolState) -> None:
         """Shadows of everything that could be gone to; what was learnt under other traffic is forgotten."""
         self._topology = state.topology
-        current = state.composition
-        self._space = search_space(state.topology, state.degrees)
-        own = self._space.judged(current)
-        others = [
-            each
-            for each, real in self._space.candidates.items()
-            if each != own and real != current and state.admits(real)
-        ]
+        assert self._space is not None
+        own = self._space.judged(state.composition)
+        others = [each for each, real in self._space.candidates.items() if each != own and state.admits(real)]
         self._shadows = Shadows([own, *others], self.cost_model)
         self._evidence.clear()
         self._surges.clear()

@@ -53,6 +53,10 @@ class Shadows:
                 start += count
             self._free_s[row, :start] = -np.inf
 
+    def skip(self, seconds: float) -> None:
+        """Lets time pass in which the queues stay as long as they are: of what is not replayed nothing is known."""
+        self._free_s += seconds
+
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all shadows but these."""
         self.compositions = [self.compositions[row] for row in rows]

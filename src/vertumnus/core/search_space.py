@@ -1,10 +1,10 @@
 """The compositions worth looking at when one is to be chosen: all of a small pool, a coarser grid of a large one."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vertumnus.core.composition import Composition, Topology, compositions, lay_out
-from vertumnus.errors import ConfigError
+from vertumnus.core.composition import Composition, Topology, compositions
 
 MAX_ENUMERATED_NODES = 5
 """Pools up to this size are searched in full, larger ones among the scaled compositions of this many nodes."""
@@ -46,37 +46,57 @@ class SearchSpace:
 
 def search_space(topology: Topology, degrees: tuple[int, ...]) -> SearchSpace:
     """The compositions of `searchable_compositions` with what they are judged as; of those of five nodes that come out
-    the same in the real pool, the first."""
-    node_gpus = topology.node_gpus
-    base_gpus = MAX_ENUMERATED_NODES * node_gpus
+    the same in the real pool, the first. None where no worker of these degrees can be formed any more.
+
+    Pools below twice five nodes, or of which no more than that is alive, are judged as they are: rounding moves too
+    much of a smaller one.
+    """
+    base_gpus = MAX_ENUMERATED_NODES * topology.node_gpus
     if topology.num_gpus <= base_gpus:
         return SearchSpace(1.0, {each: each for each in compositions(topology, degrees)})
-    num_live = len(topology.live_ranks)
+    usable = {degree: degree * _num_live_groups(topology, degree) for degree in degrees}
+    num_usable = usable[degrees[0]]
     found: dict[Composition, Composition] = {}
-    for base in compositions(Topology(base_gpus, node_gpus), degrees):
-        found.setdefault(_scaled(base, num_live, base_gpus), base)
-    candidates = {base: real for real, base in found.items() if _can_be_laid_out(real, topology)}
-    return SearchSpace(base_gpus / num_live, candidates)
+    if num_usable:
+        for base in compositions(Topology(base_gpus, topology.node_gpus), degrees):
+            found.setdefault(_scaled(base, usable, base_gpus), base)
+    if num_usable < 2 * base_gpus:
+        return SearchSpace(1.0, {real: real for real in found})
+    return SearchSpace(base_gpus / num_usable, {base: real for real, base in found.items()})
 
 
 def _gpu_shares(composition: Composition) -> dict[int, float]:
     return {degree: degree * count / composition.num_gpus for degree, count in composition}
 
 
-def _scaled(base: Composition, num_gpus: int, base_gpus: int) -> Composition:
-    """About the same shares of GPUs in another pool; what rounding leaves goes to the smallest degree."""
-    smallest = base.degrees[0]
-    counts = {degree: count * num_gpus // base_gpus for degree, count in base}
-    counts[smallest] += (num_gpus - sum(degree * count for degree, count in counts.items())) // smallest
-    return Composition.of(counts)
+def _num_live_groups(topology: Topology, degree: int) -> int:
+    """Aligned groups of a degree without a lost rank."""
+    num_nodes, rest = divmod(topology.num_gpus, topology.node_gpus)
+    in_all = num_nodes * (topology.node_gpus // degree) + rest // degree
+    broken = set()
+    for rank in topology.lost_ranks:
+        node, place = divmod(rank, topology.node_gpus)
+        node_gpus = topology.node_gpus if node < num_nodes else rest
+        if place // degree < node_gpus // degree:
+            broken.add((node, place // degree))
+    return in_all - len(broken)
 
 
-def _can_be_laid_out(composition: Composition, topology: Topology) -> bool:
-    node_gpus = topology.node_gpus
-    if not topology.lost_ranks and topology.num_gpus % node_gpus == 0 and node_gpus & (node_gpus - 1) == 0:
-        return composition.num_gpus == topology.num_gpus  # blocks of whole nodes: largest first, nothing is left over
-    try:
-        lay_out(composition, topology)
-    except ConfigError:
-        return False
-    return True
+def _scaled(base: Composition, usable: Mapping[int, int], base_gpus: int) -> Composition:
+    """About the same shares of GPUs in another pool. usable: by degree the GPUs that lie in whole groups of it.
+
+    Groups are buddies: larger ones first, what fits degree by degree fits together. What rounding and lost ranks leave
+    goes to the smallest degree of `base`, and what is less than one such worker to the smallest of all.
+    """
+    smallest = min(usable)
+    counts: Counter[int] = Counter()
+    used = 0
+    for degree, count in reversed(list(base)):
+        wanted = count * usable[smallest] // base_gpus
+        counts[degree] = min(wanted, (usable[degree] - used) // degree)
+        used += degree * counts[degree]
+    for degree in (base.degrees[0], smallest):
+        extra = (usable[degree] - used) // degree
+        counts[degree] += extra
+        used += degree * extra
+    return Composition.of({degree: count for degree, count in counts.items() if count})

@@ -19,7 +19,7 @@ from vertumnus.profiling.grid import BLOCK_TOKENS, StepCell
 from vertumnus.serve.calibration import CalibrationFailed, work_step
 
 _KV_RATIO = 0.9
-"""Of the memory that is free once the weights and the KV of the longest step are there."""
+"""Of the memory that the weights leave."""
 
 
 class OneDevice:
@@ -39,6 +39,7 @@ class OneDevice:
             head_dim=config.head_dim,
         )
         self._device = device
+        self._store_bytes = num_slots * kv_bytes
         self._stepper = ModelStepper(Model(config, load_weights(folder, config, chosen, device)), store, 0)
 
     @property
@@ -47,7 +48,7 @@ class OneDevice:
         if self._device.type != "cuda":
             return 0
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        return int(_KV_RATIO * free_bytes)
+        return int(_KV_RATIO * (free_bytes + self._store_bytes))
 
     async def step(self, cell: StepCell) -> float:
         """Seconds of one step, until the device is done with it. Raises CalibrationFailed where it is refused."""
@@ -58,7 +59,10 @@ class OneDevice:
             raise CalibrationFailed(f"a step of {work} tokens (new, cached) cannot be measured: {refusal}")
         self._wait()
         started_s = time.perf_counter()
-        self._stepper.run(step, GroupLink(0, 1))
+        try:
+            self._stepper.run(step, GroupLink(0, 1))
+        except torch.OutOfMemoryError:
+            raise CalibrationFailed(f"a step of {work} tokens (new, cached) does not fit the device's memory") from None
         self._wait()
         return time.perf_counter() - started_s
 

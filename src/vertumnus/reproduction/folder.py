@@ -74,8 +74,11 @@ class Folder:
             "-series": _series(outcome.rows),
         }
         for suffix, rows in tables.items():
+            path = self.path / f"{name}{suffix}.csv"
             if rows:
-                write_rows(self.path / f"{name}{suffix}.csv", rows)
+                write_rows(path, rows)
+            else:
+                path.unlink(missing_ok=True)
         with replacing(self.path / f"{name}.json", force=True) as temporary:
             temporary.write_text(_text(_rounded(document)), encoding="utf-8")
 

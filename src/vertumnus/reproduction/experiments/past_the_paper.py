@@ -13,7 +13,7 @@ from vertumnus.core.queueing import Discipline
 from vertumnus.reproduction import figures
 from vertumnus.reproduction.bench import Bench
 from vertumnus.reproduction.cells import Cell
-from vertumnus.reproduction.configurations import steps
+from vertumnus.reproduction.configurations import ALL, steps
 from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.leads import SUSTAINED_RATIO, leads
 from vertumnus.reproduction.rows import Comparison, Outcome, Row
@@ -41,7 +41,12 @@ def _run(bench: Bench) -> Outcome:
         base = replace(settings(bench), composition=composition)
         papers = tuned_paper(bench, traffic, profile, composition)
         pools = [
-            (label, improvements.policy(papers), improvements.settings(base, papers), papers.text * (label == PAPER))
+            (
+                label,
+                improvements.policy(papers),
+                improvements.settings(base, papers),
+                papers.text if improvements != ALL else "",
+            )
             for label, improvements in steps().items()
         ]
         pools += [
