@@ -250,6 +250,35 @@ def test_a_controller_survives_losses_that_leave_little_to_choose():
             current = proposal.target
 
 
+def test_what_the_pool_has_been_in_but_could_not_go_to_is_never_a_target():
+    """A rank idle beside seven single ones: nothing that is searched leaves one idle."""
+    layout = tuple(group for group in lay_out(Composition.parse("8x1,1x8"), TWO_NODES) if group.first_rank != 15)
+    assert len(layout) == 8
+    controller = LookaheadController(COST)
+    windows = equal_windows(8, 3, [60_000])
+    odd = PoolState(layout=layout, topology=TWO_NODES, degrees=(1, 2, 4, 8))
+    full = set(searchable_compositions(TWO_NODES, (1, 2, 4, 8)))
+    proposals = [controller.observe(windows[0], odd)]
+    proposals += [controller.observe(each, state(Composition.parse("16x1"))) for each in windows[1:]]
+    assert any(proposals)
+    assert all(each.target in full for each in proposals if each is not None)
+
+
+def test_what_waits_when_nothing_arrives_is_there_at_the_end_of_the_window():
+    """At half a window's work per worker, the next window's arrivals wait for what waited before them."""
+    waits = []
+    for num_queued in (0, 60):
+        controller = LookaheadController(COST, LookaheadSettings(min_gain_ratio=0.99))
+        queued = arrivals(900.0, [0.1] * num_queued, [30_000] * num_queued)
+        pool = replace(state(Composition.parse("16x1")), queued=queued)
+        controller.observe(window(50, arrivals(1000.0, [], [])), pool)
+        still = replace(pool, queued=queued.part(0, num_queued // 3))
+        controller.observe(window(51, arrivals(1020.0, [1.0], [500])), still)
+        waits.append(controller._evidence._sums_s[-1][0, 0])
+    assert waits[0] == 0
+    assert waits[1] > 1
+
+
 def test_a_large_pool_takes_noise_for_other_traffic_no_more_often_than_a_small_one(monkeypatch):
     begun = []
     start = LookaheadController._start_anew

@@ -188,7 +188,7 @@ class LookaheadController:
         row = self._shadows.compositions.index(self._space.judged(state.composition))
         self._is_thinking = True
         for number, each in enumerate(windows):
-            arrivals = _with_queued(queued, each.arrivals) if number == 0 else each.arrivals
+            arrivals = _with_queued(queued, each) if number == 0 else each.arrivals
             played = arrivals.part(0, self.settings.max_requests)
             replayed = yield from self._shadows.replay(played)
             self._evidence.add(replayed)
@@ -204,7 +204,7 @@ class LookaheadController:
             yield from self._meet_surges(windows)
         self._is_thinking = False
         expected = self._expect(row)
-        best = self._best(row, expected)
+        best = self._best(row, expected, state)
         proposal = None
         if not state.in_transition and self._is_worth_it(row, best, expected):
             target = self._shadows.compositions[best]
@@ -318,17 +318,25 @@ class LookaheadController:
         errors_s = num_seen / num_requests * self._evidence.standard_errors_s(row, self._waits.ratio)
         return _Expected(mean_ttft_s, total_s / num_requests, errors_s)
 
-    def _best(self, row: int, expected: _Expected) -> int:
+    def _best(self, row: int, expected: _Expected, state: PoolState) -> int:
         """The composition to go for: of least TTFT, surges counted in.
 
         Of many compositions that were seen on few requests, the one that looks best is mostly one that was lucky, so
         that doubt counts against each; but where the pool is far from right, any of the best will do. Under the same
-        traffic one that was entered twice is not entered a third time.
+        traffic one that was entered twice is not entered a third time, nor one that the pool has been in but that could
+        not be gone to (ranks idle, too little memory for what has come since).
         """
         assert self._shadows is not None
+        assert self._space is not None
         settings = self.settings
         mean_ttft_s, ttft_s = expected.mean_ttft_s, expected.ttft_s
-        is_open = np.array([self._entered[each] < 2 for each in self._shadows.compositions])
+        candidates = self._space.candidates
+        is_open = np.array(
+            [
+                self._entered[each] < 2 and each in candidates and state.admits(candidates[each])
+                for each in self._shadows.compositions
+            ]
+        )
         is_open &= ttft_s <= ttft_s[row]
         is_open[row] = True
         best = int(np.where(is_open, mean_ttft_s, np.inf).argmin())
@@ -432,11 +440,12 @@ def _faster(window: Window, ratio: float) -> Arrivals:
     )
 
 
-def _with_queued(queued: Arrivals, arrivals: Arrivals) -> Arrivals:
-    """What waits already, as arrivals at the instant of the first arrival, followed by the arrivals."""
+def _with_queued(queued: Arrivals, window: Window) -> Arrivals:
+    """What waits already, as arrivals at the instant of the first arrival or at the window's end, followed by those."""
+    arrivals = window.arrivals
     if len(queued) == 0:
         return arrivals
-    start_s = float(arrivals.arrival_s[0]) if len(arrivals) else 0.0
+    start_s = float(arrivals.arrival_s[0]) if len(arrivals) else window.end_s
     return Arrivals(
         arrival_s=np.concatenate((np.full(len(queued), start_s), arrivals.arrival_s)),
         input_tokens=np.concatenate((queued.input_tokens, arrivals.input_tokens)),
