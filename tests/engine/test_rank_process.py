@@ -1,9 +1,13 @@
 """Ranks in processes of their own, without losses: what they are asked, and what they must not take."""
 
 import asyncio
+import contextlib
+import gc
 import json
 import os
 import random
+import resource
+import socket
 import struct
 import sys
 
@@ -15,6 +19,7 @@ from vertumnus.engine.errors import PoolError, RankFailed, WireError
 from vertumnus.engine.geometry import GroupKey
 from vertumnus.engine.messages import Done, Hello, Refusal, RefusalReason
 from vertumnus.engine.pool import GroupsFormed, RankBack, RankGone, RankPool
+from vertumnus.engine.roster import Roster
 from vertumnus.engine.step import Step
 from vertumnus.engine.wire import frame
 from vertumnus.errors import ConfigError
@@ -99,6 +104,68 @@ def test_who_does_not_show_the_token_is_turned_away():
             assert (await pool.status(0)).rank == 0
 
     run(test)
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_connections_on_their_way_in_when_the_roster_closes_are_closed(num_turns):
+    async def test():
+        roster = Roster(config(1, is_launched=False), lambda rank, why: None)
+        await roster.listen()
+        clients = [socket.create_connection(roster.address, TIMEOUT_S) for _ in range(3)]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await roster.close()
+        for client in clients:
+            with contextlib.suppress(ConnectionResetError):  # nobody had taken it yet
+                assert client.recv(1) == b""
+            client.close()
+
+    run(test)
+    gc.collect()  # a transport or socket left open warns here, which fails the test
+
+
+def test_a_roster_closes_though_a_rank_reads_nothing():
+    rank = socket.socket()
+
+    async def test():
+        roster = Roster(config(1, is_launched=False), lambda rank, why: None)
+        await roster.listen()
+        rank.connect(roster.address)
+        hello = Hello(token=roster.token, rank=0, incarnation=0, pid=1, num_slots=1, block_bytes=1, block_tokens=1)
+        rank.sendall(frame(0, hello))
+        while (peer := roster.peer(0)) is None:
+            await asyncio.sleep(0.01)
+        peer._writer.write(bytes(64 << 20))
+        await roster.close()
+
+    run(test)
+    gc.collect()
+    rank.close()
+
+
+def test_without_descriptors_connections_wait_until_there_are_some(monkeypatch, caplog):
+    monkeypatch.setattr("vertumnus.engine.roster._ACCEPT_PAUSE_S", 0.05)
+
+    async def test():
+        roster = Roster(config(1, is_launched=False), lambda rank, why: None)
+        await roster.listen()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        client = socket.create_connection(roster.address, TIMEOUT_S)
+        client.sendall(frame(0, Done()))
+        os.close(lowest_free := os.dup(client.fileno()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        try:
+            await asyncio.sleep(0.2)
+            assert roster.num_turned_away == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        while roster.num_turned_away == 0:
+            await asyncio.sleep(0.01)
+        client.close()
+        await roster.close()
+
+    run(test)
+    assert "no connection is taken for 0.05 s: Too many open files" in caplog.text
 
 
 def test_a_step_that_raises_gives_its_group_up_and_the_ranks_live_on():

@@ -63,6 +63,10 @@ class Peer:
             await self._task
         self._end()
 
+    def abort(self) -> None:
+        """After `close`: gives up what the process has not read, for which the connection would stay open."""
+        self._writer.transport.abort()
+
     async def _receive(self) -> None:
         try:
             while True:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import signal
@@ -31,7 +32,10 @@ from vertumnus.engine.pool_config import PoolConfig
 from vertumnus.engine.wire import frame, is_token, receive_from
 from vertumnus.errors import ConfigError
 
+LOG = logging.getLogger(__name__)
+
 _HELLO_BYTES = 1 << 16
+_ACCEPT_PAUSE_S = 1.0
 _CLOSE_TIMEOUT_S = 10.0
 _SAME_FIELDS = ("source", "options", "num_ranks", "num_slots", "num_threads")
 """In which a launch that is found must be the one that would have been made."""
@@ -55,7 +59,7 @@ class Roster:
         """Of ranks that the launcher has started."""
         self._left: dict[int, int] = {}
         """pids of the ranks of an earlier pool that have not ended, as far as the launcher has said."""
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._launcher: Peer | None = None
         self._launcher_hello: LauncherHello | None = None
         self._launcher_came = asyncio.Event()
@@ -63,7 +67,8 @@ class Roster:
         self._process: asyncio.subprocess.Process | None = None
         """The launcher's, if this pool has started it."""
         self._is_finding = False
-        self._greetings: set[asyncio.Task[None]] = set()
+        self._greetings: dict[asyncio.Task[None], socket.socket] = {}
+        """With the connection that each is about."""
         self._is_closing = False
         self.num_turned_away = 0
         """Connections closed for a wrong token, or for what was no greeting."""
@@ -71,8 +76,8 @@ class Roster:
     @property
     def address(self) -> tuple[str, int]:
         """Where ranks connect to."""
-        assert self._server is not None
-        host, port = self._server.sockets[0].getsockname()[:2]
+        assert self._listener is not None
+        host, port = self._listener.getsockname()[:2]
         return host, port
 
     @property
@@ -108,15 +113,17 @@ class Roster:
         """Raises ConfigError if the address cannot be listened on, or the descriptor is no listening socket."""
         config = self._config
         if config.listen_fd is not None:
-            self._server = await asyncio.start_server(self._greet, sock=_listening(config.listen_fd))
-            return
-        try:
-            self._server = await asyncio.start_server(self._greet, config.host, config.port)
-        except OSError as error:
-            raise ConfigError(
-                f"host {config.host}, port {config.port}: {error.strerror}; accepted: an address of this machine that "
-                "is free"
-            ) from error
+            self._listener = _listening(config.listen_fd)
+        else:
+            try:
+                self._listener = socket.create_server((config.host, config.port))
+            except OSError as error:
+                raise ConfigError(
+                    f"host {config.host}, port {config.port}: {error.strerror}; accepted: an address of this machine "
+                    "that is free"
+                ) from error
+        self._listener.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     async def launch(self) -> None:
         """Starts the launcher and waits until it has loaded. Raises ConfigError with what it did not like, PoolError
@@ -202,13 +209,17 @@ class Roster:
 
     async def close(self) -> None:
         """Ends all processes. Bounded: what does not end by itself is killed."""
+        if self._listener is not None and not self._is_closing:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
         self._is_closing = True
-        if self._server is not None:
-            self._server.close()
-        for greeting in list(self._greetings):
-            greeting.cancel()
+        for connection in self._greetings.values():  # a task that is cancelled before it begins would leave it open
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        await asyncio.gather(*self._greetings)
         # The launcher last: it kills the ranks that are left.
-        for peer in [*self._peers.values(), *([self._launcher] if self._launcher is not None else [])]:
+        peers = [*self._peers.values(), *([self._launcher] if self._launcher is not None else [])]
+        for peer in peers:
             peer.tell(Dismiss())
             await peer.close()
         if self._process is not None:
@@ -219,6 +230,8 @@ class Roster:
                 await self._process.wait()
         elif self._launcher_hello is not None:
             await _end(self._launcher_hello.pid)
+        for peer in peers:
+            peer.abort()
 
     def _launch_message(self) -> Launch:
         config = self._config
@@ -297,18 +310,36 @@ class Roster:
                 arrival.set_exception(error)
                 arrival.exception()  # `bring` raises the first of them only
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._greetings.add(task)
+    def _accept(self) -> None:
+        """Takes one connection. asyncio's own server leaves one open that is on its way in when it is closed."""
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # another process that has the socket was faster, or the other end has thought better of it
+        except OSError as error:
+            LOG.warning("no connection is taken for %g s: %s", _ACCEPT_PAUSE_S, error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(_ACCEPT_PAUSE_S, self._accept_again)
+            return
+        connection.setblocking(False)
+        greeting = asyncio.create_task(self._greet(connection))
+        self._greetings[greeting] = connection
+        greeting.add_done_callback(self._greetings.pop)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and not self._is_closing:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    async def _greet(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection)
         try:
             _, message = await asyncio.wait_for(receive_from(reader, _HELLO_BYTES), self._config.control_timeout_s)
-        except (EOFError, WireError, asyncio.TimeoutError, TimeoutError, asyncio.CancelledError):
+        except (EOFError, WireError, asyncio.TimeoutError, TimeoutError):
             self.num_turned_away += 1
             writer.close()
             return
-        finally:
-            self._greetings.discard(task)
         if not is_token(_token_of(message), self._token):
             self.num_turned_away += 1
             writer.close()
@@ -383,7 +414,6 @@ def _listening(listen_fd: int) -> socket.socket:
         sock.close()
         raise ConfigError(f"listen_fd is {listen_fd}, which does not listen; accepted: a listening socket")
     os.set_inheritable(listen_fd, False)  # ranks that had it would wait at it for each other
-    sock.setblocking(False)
     return sock
 
 
