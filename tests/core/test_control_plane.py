@@ -495,6 +495,56 @@ def test_an_answer_that_was_thought_over_while_an_operation_was_given_up_counts_
     assert driver.plane.target is None
 
 
+class Faulty(Thinking):
+    """A controller that raises after a slice, at the first of its windows."""
+
+    def observing(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
+        yield
+        if not self.answered:
+            self.answered.append(window.end_s)
+            raise ZeroDivisionError("no worker")
+        return (yield from super().observing(window, state))
+
+
+def through(driver: Driver) -> None:
+    """Ends the current window, and lets the controller think it over."""
+    window_ends(driver)
+    for _ in range(4):
+        driver.tell(TimerFired())
+
+
+def test_a_controllers_fault_is_raised_where_nobody_outlives_it():
+    driver = Driver("2x1", controller=Faulty("1x2"))
+    with pytest.raises(ZeroDivisionError):
+        through(driver)
+
+
+def test_a_controllers_fault_costs_its_window_and_it_is_asked_again_with_the_next():
+    driver = Driver("2x1", controller=Faulty("1x2"), outlives_controller_faults=True)
+    through(driver)
+    assert driver.plane.last_window.end_s == driver.now_s
+    assert (driver.plane.target, driver.plane.last_proposal) == (None, None)
+    assert isinstance(driver.plane.last_controller_fault, ZeroDivisionError)
+    assert only(StartStep, driver.arrive(0)), "requests are served"
+    driver.finish(0)
+    through(driver)
+    assert str(driver.plane.composition) == "1x2"
+
+
+def test_a_target_whose_way_cannot_be_planned_is_given_up(monkeypatch):
+    def broken(*parts, **named):
+        raise KeyError("a group")
+
+    driver = Driver("2x1", controller=Towards("1x2"), outlives_controller_faults=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("vertumnus.core.steering.plan_towards", broken)
+        window_ends(driver)
+    assert isinstance(driver.plane.last_controller_fault, KeyError)
+    assert driver.plane.target is None
+    driver.tell(CompositionRequested(Composition.parse("1x2")))
+    assert only(ActivateGroups, driver.log), "an operator's order is carried out"
+
+
 def test_a_controller_that_takes_longer_than_a_window_is_through_before_the_next():
     thinking = Thinking("2x1")
     driver = Driver("2x1", controller=thinking)

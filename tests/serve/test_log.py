@@ -58,6 +58,28 @@ def test_transitions_losses_and_restarts_are_logged_with_their_fields(lines):
     assert events[-1] == "controller_paused"
 
 
+class Broken:
+    """A controller with a fault."""
+
+    def observe(self, window: Window, state: PoolState) -> Proposal | None:
+        raise KeyError("1x2")
+
+
+def test_a_pool_serves_on_under_a_controller_that_raises_and_says_so_once_a_window(lines):
+    async def body(pool, backend):
+        for _ in range(2):
+            await asyncio.sleep(20.5)
+            await read(pool.submit(asked(prompt(1, 100))))
+        assert "vertumnus_controller_faults_total 2.0" in backend.metrics_text().decode()
+        told = [each for each in backend.decisions(100) if each["kind"] == "controller_failed"]
+        assert [each["reason"] for each in told] == ["KeyError('1x2')"] * 2
+
+    with_backend(body, controller=Broken(), outlives_controller_faults=True)
+    found = [line for line in lines() if line["event"] == "controller_failed"]
+    assert [line["reason"] for line in found] == ["KeyError('1x2')"] * 2
+    assert found[0]["where"].startswith("test_log.py:")
+
+
 def test_levels_tell_what_needs_a_look(lines, caplog):
     async def body(pool, backend):
         pool.ranks.kill(0)

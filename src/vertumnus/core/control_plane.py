@@ -193,6 +193,7 @@ class ControlPlane:
             serving=self._serving,
             blocks_per_rank=settings.blocks_per_rank,
             max_switching_ratio=settings.max_switching_ratio,
+            outlives_faults=settings.outlives_controller_faults,
         )
 
     # Driving it
@@ -261,6 +262,11 @@ class ControlPlane:
     def last_proposal(self) -> Proposal | None:
         """What the controller proposed at the end of that window."""
         return self._steering.last_proposal if self._steering is not None else None
+
+    @property
+    def last_controller_fault(self) -> Exception | None:
+        """What the controller has raised last, where the settings say that this is outlived."""
+        return self._steering.last_fault if self._steering is not None else None
 
     @property
     def is_controller_paused(self) -> bool:

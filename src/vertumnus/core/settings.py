@@ -31,6 +31,8 @@ class ControlPlaneSettings:
     max_sequence_tokens: int | None = None
     window_s: float = 20.0
     """Observation window of the controller."""
+    outlives_controller_faults: bool = False
+    """What the controller raises costs its window or its target and is kept, instead of ending whoever drives all."""
     long_tokens: int = DEFAULT_LONG_TOKENS
     """Requests above this length count as long."""
     long_quantile_ratio: float | None = None

@@ -35,6 +35,7 @@ class Steering:
         serving: Mapping[RankGroup, Worker],
         blocks_per_rank: int,
         max_switching_ratio: float,
+        outlives_faults: bool,
     ) -> None:
         self.controller = controller
         self.windows = windows
@@ -44,6 +45,8 @@ class Steering:
         """The last one that the controller is done with."""
         self.last_proposal: Proposal | None = None
         """Of the last window; None if the controller wanted nothing or was not asked."""
+        self.last_fault: Exception | None = None
+        """What the controller or the way to its target has raised last, where that is outlived."""
         self.most_blocks = 0
         """KV blocks of the longest request seen: a pool that can hold it stays able to."""
         self._reconfiguration = reconfiguration
@@ -51,6 +54,7 @@ class Steering:
         self._serving = serving
         self._blocks_per_rank = blocks_per_rank
         self._max_switching_ratio = max_switching_ratio
+        self._outlives_faults = outlives_faults
         self._asked: tuple[Window, Slices[Proposal | None]] | None = None
         self._asked_s = 0.0
 
@@ -112,7 +116,19 @@ class Steering:
             self._take(window, None)
         else:
             state = self._pool_state([*(item.request for item in items), *waiting], now_s)
-            self._asked = window, observing(self.controller, window, state)
+            self._asked = window, self._observing(window, state)
+
+    def _observing(self, window: Window, state: PoolState) -> Slices[Proposal | None]:
+        try:
+            return (yield from observing(self.controller, window, state))
+        except Exception as fault:
+            self._outlive(fault)
+            return None
+
+    def _outlive(self, fault: Exception) -> None:
+        if not self._outlives_faults:
+            raise fault
+        self.last_fault = fault
 
     def use_costs(self, cost_model: CostModel) -> None:
         """For a controller that predicts times itself; what it is thinking about goes by the old ones."""
@@ -122,18 +138,26 @@ class Steering:
 
     def operations(self, now_s: float) -> list[Operation]:
         """What can start now on the way to the target, within the share of GPUs that may switch at once."""
-        reconfiguration = self._reconfiguration
         if self.target is None:
             return []
+        try:
+            return self._operations_to(self.target, now_s)
+        except Exception as fault:
+            self._outlive(fault)
+            self.target = None
+            return []
+
+    def _operations_to(self, target: Composition, now_s: float) -> list[Operation]:
+        reconfiguration = self._reconfiguration
         layout = reconfiguration.planned_layout
-        if Composition.of_layout(layout) == self.target:
+        if Composition.of_layout(layout) == target:
             self.target = None
             return []
         num_live = sum(group.degree for group in layout)
         room = self._max_switching_ratio * num_live - sum(group.degree for group in reconfiguration.held)
         planned = plan_towards(
             layout,
-            self.target,
+            target,
             reconfiguration.live_topology,
             cost=lambda operation: self._operation_cost(operation, now_s),
             max_operations=num_live,

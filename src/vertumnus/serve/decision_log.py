@@ -141,6 +141,9 @@ class DecisionLog(Telemetry):
     def step_failed(self, now_s: float, ranks: Sequence[int], reason: str) -> None:
         self._note(now_s, "step_failed", ranks=list(ranks), reason=reason)
 
+    def controller_failed(self, now_s: float, fault: Exception) -> None:
+        self._note(now_s, "controller_failed", reason=repr(fault))
+
     def pool_failed(self, now_s: float, error: Exception) -> None:
         self._note(now_s, "pool_failed", reason=str(error))
 

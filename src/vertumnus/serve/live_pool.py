@@ -108,6 +108,7 @@ class LivePool:
         self._timer_s = 0.0
         """When it goes off."""
         self._window: Window | None = None
+        self._controller_fault: Exception | None = None
         """The one that was told of last."""
         self._num_transitions = 0
         self._is_draining = False
@@ -414,6 +415,10 @@ class LivePool:
         if window is not None and window is not self._window:
             self._window = window
             self.telemetry.window_ended(self._loop.time(), window, self.control_plane.last_proposal)
+        fault = self.control_plane.last_controller_fault
+        if fault is not None and fault is not self._controller_fault:
+            self._controller_fault = fault
+            self.telemetry.controller_failed(self._loop.time(), fault)
         transitions = self.control_plane.transitions
         while self._num_transitions < len(transitions):
             self._num_transitions += 1

@@ -6,8 +6,10 @@ One line is one event with its fields, at state changes only; who asked for what
 import json
 import logging
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vertumnus.core.composition import Composition
@@ -103,6 +105,11 @@ class PoolLog(Telemetry):
 
     def step_failed(self, now_s: float, ranks: Sequence[int], reason: str) -> None:
         _write(logging.WARNING, "step_failed", ranks=list(ranks), reason=reason[:MAX_REASON_CHARS])
+
+    def controller_failed(self, now_s: float, fault: Exception) -> None:
+        raised_in = traceback.extract_tb(fault.__traceback__)[-1]
+        where = f"{Path(raised_in.filename).name}:{raised_in.lineno}"
+        _write(logging.ERROR, "controller_failed", reason=repr(fault)[:MAX_REASON_CHARS], where=where)
 
     def pool_failed(self, now_s: float, error: Exception) -> None:
         _write(logging.ERROR, "pool_failed", reason=str(error)[:MAX_REASON_CHARS])

@@ -222,6 +222,9 @@ class Metrics(Telemetry, Collector):
     def switch_ended(self, now_s: float, *, epoch: int, num_ranks: int, started_s: float, is_ok: bool) -> None:
         self.counts[families.ACTIVATIONS, "ok" if is_ok else "failed"] += 1
 
+    def controller_failed(self, now_s: float, fault: Exception) -> None:
+        self.counts[families.CONTROLLER_FAULTS, ""] += 1
+
     def rank_gone(self, now_s: float, rank: int, reason: str) -> None:
         self.counts[families.RANKS_LOST, str(rank)] += 1
 

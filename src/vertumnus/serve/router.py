@@ -240,6 +240,7 @@ class Router:
                 step_tokens=config.step_tokens,
                 max_sequence_tokens=self._model.max_positions,
                 window_s=config.window_s,
+                outlives_controller_faults=True,
                 replication=ReplicationSettings(min_relief_s=config.min_relief_s) if has_replication else None,
                 pull=None if config.pulls == "none" else pulls,
                 refit=RefitSettings() if config.refit else None,

@@ -78,6 +78,9 @@ class Telemetry:
     def window_ended(self, now_s: float, window: Window, proposal: Proposal | None) -> None:
         """An observation window is over, and the controller has looked at it."""
 
+    def controller_failed(self, now_s: float, fault: Exception) -> None:
+        """It raised this; the composition stays, and at the end of the next window it is asked again."""
+
     def composition_requested(self, now_s: float, composition: Composition) -> None:
         """By an operator; the controller pauses."""
 

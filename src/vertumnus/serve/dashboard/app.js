@@ -229,6 +229,7 @@ const SAYINGS = {
   rank_back: (d) => `rank ${d.rank}`,
   restart: (d) => `${d.request_id}: ${d.reason}`,
   step_failed: (d) => `ranks ${d.ranks.join(" ")}: ${d.reason}`,
+  controller_failed: (d) => d.reason,
   pool_failed: (d) => d.reason,
 };
 SAYINGS.merge = SAYINGS.split;
