@@ -103,6 +103,34 @@ def test_the_papers_system_and_what_is_off_by_default_are_switched_by_options(ru
     arguments = ("--policies", "vertumnus,vertumnus-paper", "-j", 1, "--limit", 40)
     compared = run_json("compare", trace_path, *POOL, *arguments)
     assert [entry["policy"] for entry in compared["results"]] == ["vertumnus", "vertumnus-paper"]
+    assert compared["settings"]["discipline"] == "shortest"
+    assert compared["settings"]["by_policy"]["vertumnus-paper"] == {
+        "discipline": "fifo",
+        "controller": "threshold",
+        "pulls": "none",
+        "has_moves": False,
+        "has_waits": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "contradicting", "agreeing"),
+    [
+        ("simulate", "queue", "shortest", "fifo"),
+        ("simulate", "moves", "on", "off"),
+        ("compare", "controller", "lookahead", "threshold"),
+        ("compare", "pulls", "any", "auto"),
+    ],
+)
+def test_what_contradicts_the_papers_system_is_refused_where_it_is_played_alone(
+    run, trace_path, verb, option, contradicting, agreeing
+):
+    named = {"simulate": "--policy", "compare": "--policies"}[verb]
+    alone = (verb, trace_path, *POOL, "--limit", 20, named, "vertumnus-paper")
+    refused = run(*alone, f"--{option}", contradicting)
+    assert refused.exit_code != 0
+    assert f"{option} is '{contradicting}' with policy 'vertumnus-paper'; accepted: " in refused.stderr
+    assert run(*alone, f"--{option}", agreeing).exit_code == 0
 
 
 def test_weights_of_j_reach_the_policy(run_json, trace_path):

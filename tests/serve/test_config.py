@@ -54,6 +54,9 @@ def test_the_papers_system_is_one_name_for_its_placement_queue_controller_and_co
     assert external(policy="vertumnus-paper", controller="none", replication=False).controller == "none"
     with pytest.raises(ConfigError, match="queue is 'shortest' with policy 'vertumnus-paper'; accepted: 'fifo'"):
         external(policy="vertumnus-paper", queue="shortest")
+    with pytest.raises(ValueError, match="pulls is 'any' with policy 'vertumnus-paper'; accepted: 'none'"):
+        ServeConfig(model="model", policy="vertumnus-paper", pulls="any")
+    assert ServeConfig(model="model", policy="vertumnus-paper").queue == "fifo"
 
 
 def test_a_launch_file_is_for_external_ranks_and_holds_no_secret():

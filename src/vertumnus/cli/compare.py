@@ -1,8 +1,9 @@
 """`vertumnus compare`: the same trace through several pools, in one table."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +19,9 @@ from vertumnus.cli.options import (
 from vertumnus.cli.output import note, print_json, print_table, progress, warn
 from vertumnus.cli.results import HEADINGS, result_row
 from vertumnus.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vertumnus.sim.simulate import SimulationSettings
 
 DEFAULT_POLICIES = "vertumnus,min-ttft,flexlb,dynamo,preble,cache-aware,length-cache"
 
@@ -78,6 +82,7 @@ def command(
     names = policy_names(policies)
     makers = [pool.policy(name) for name in names]
     pool.check_weights(names)
+    pool.check_paper(names)
     if plot is not None:
         check_plot_path(plot, force=force)
     if csv is not None:
@@ -114,21 +119,22 @@ def command(
         write_csv(entries, csv, force=force)
         note(f"table: {csv}")
     if as_json:
-        print_json(_document(traces[0].name, profile.name, settings[0].to_json(), compositions, seeds, entries))
+        shared = _shared_settings(settings[0], names) | {"composition": list(compositions), "num_seeds": seeds}
+        print_json({"trace": traces[0].name, "profile": profile.name, "settings": shared, "results": entries})
     else:
         print_table(title, HEADINGS, [result_row(entry) for entry in entries], num_left=2)
 
 
-def _document(
-    trace: str,
-    profile: str,
-    settings: dict[str, Any],
-    compositions: tuple[str, ...],
-    num_seeds: int,
-    entries: list[dict[str, Any]],
-) -> dict[str, Any]:
-    shared = settings | {"composition": list(compositions), "num_seeds": num_seeds}
-    return {"trace": trace, "profile": profile, "settings": shared, "results": entries}
+def _shared_settings(settings: "SimulationSettings", policies: Sequence[str]) -> dict[str, Any]:
+    """What all policies share and, as `by_policy`, what the paper's system settles for itself instead."""
+    from vertumnus.core.policies import PAPER_SYSTEM
+    from vertumnus.sim.simulate import as_in_paper
+
+    shared = settings.to_json()
+    if PAPER_SYSTEM not in policies:
+        return shared
+    papers = as_in_paper(settings).to_json()
+    return shared | {"by_policy": {PAPER_SYSTEM: {key: papers[key] for key in papers if papers[key] != shared[key]}}}
 
 
 def policy_names(text: str) -> list[str]:

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from vertumnus.errors import ConfigError
 
@@ -155,6 +156,20 @@ class PoolOptions:
         from vertumnus.sim.compare import policy_maker
 
         return policy_maker(name, beta=self.beta, lambda_=self.lambda_)
+
+    def check_paper(self, policies: Sequence[str]) -> None:
+        """Refuses what was asked for and contradicts the one policy that settles it: it would change nothing."""
+        from vertumnus.core.policies import PAPER_SETTINGS, PAPER_SYSTEM
+
+        if list(policies) != [PAPER_SYSTEM]:
+            return
+        context = click.get_current_context()
+        for name, settled in PAPER_SETTINGS._asdict().items():
+            wanted = {True: "on", False: "off"}.get(settled, settled)
+            given = getattr(self, name)
+            is_asked_for = context.get_parameter_source(name) is not ParameterSource.DEFAULT
+            if is_asked_for and given not in ("auto", wanted):
+                raise ConfigError(f"{name} is {given!r} with policy {PAPER_SYSTEM!r}; accepted: {wanted!r}")
 
     def check_weights(self, policies: Sequence[str]) -> None:
         """Refuses --beta and --lambda where no policy has them: they would change nothing, in silence."""

@@ -38,6 +38,7 @@ def command(
         settings = as_in_paper(settings)
     make_policy = pool.policy(policy)
     pool.check_weights([policy])
+    pool.check_paper([policy])
     profile = pool.load_profile()
     (trace,) = source.read()
     warn(trace.warnings)

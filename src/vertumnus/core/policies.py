@@ -4,9 +4,10 @@ Each docstring cites its public source. All see the same view (same cost model, 
 each runs with either queue discipline.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -216,9 +217,18 @@ POLICIES: dict[str, Callable[..., PlacementPolicy]] = {
 PAPER_SYSTEM = "vertumnus-paper"
 """The name of a whole system rather than of a placement alone: policy `paper` in a pool as the paper has it."""
 
-PAPER_SETTINGS: Mapping[str, str | bool] = {
-    "queue": "fifo", "controller": "threshold", "pulls": "none", "moves": False, "waits": False,
-}  # fmt: skip
+
+class SystemSettings(NamedTuple):
+    """What a system settles beside the placement, under the names and in the words that operators use."""
+
+    queue: str
+    controller: str
+    pulls: str
+    moves: bool
+    waits: bool
+
+
+PAPER_SETTINGS = SystemSettings(queue="fifo", controller="threshold", pulls="none", moves=False, waits=False)
 """What that name stands for beside the placement: pending blocks are misses, Algorithms 1 and 2 do all copying."""
 
 

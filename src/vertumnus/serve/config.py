@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vertumnus.core.composition import Composition, Topology, lay_out
 from vertumnus.core.policies import PAPER_SETTINGS, PAPER_SYSTEM
@@ -29,6 +29,19 @@ class ServeConfig(BaseModel):
     """Every key may stand in the file (TOML) under its name; unknown ones are refused. Durations in seconds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_in_paper(cls, values: Any) -> Any:
+        """With all that the name of the paper's system stands for; its controller alone may be off."""
+        if not isinstance(values, Mapping) or values.get("policy") != PAPER_SYSTEM:
+            return values
+        papers = PAPER_SETTINGS._asdict()
+        for key, value in papers.items():
+            given = values.get(key, value)
+            if given != value and (key, given) != ("controller", "none"):
+                raise ConfigError(f"{key} is {given!r} with policy {PAPER_SYSTEM!r}; accepted: {value!r}")
+        return papers | dict(values)
 
     model: Path
     """Folder of the model, as Hugging Face writes it."""
@@ -204,12 +217,12 @@ def _secrets_in(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def config_from(values: dict[str, Any]) -> ServeConfig:
     """Raises ConfigError with one sentence on the first key that is wrong."""
-    if values.get("policy") == PAPER_SYSTEM:
-        values = _as_in_paper(values)
     try:
         return ServeConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # of keys that contradict each other
+            raise first["ctx"]["error"] from None
         # Of a secret's parts, names too may be secrets.
         key = ".".join(map(str, first["loc"][:1] if first["loc"][0] in SECRETS else first["loc"]))
         if first["type"] == "extra_forbidden":
@@ -219,15 +232,6 @@ def config_from(values: dict[str, Any]) -> ServeConfig:
             raise ConfigError(f"{key} is missing; accepted: a value for it") from None
         shown = "(secret)" if key in SECRETS else repr(first["input"])
         raise ConfigError(f"{key} is {shown}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
-
-
-def _as_in_paper(values: dict[str, Any]) -> dict[str, Any]:
-    """With all that the name stands for; the controller alone may be off."""
-    for key, value in PAPER_SETTINGS.items():
-        given = values.get(key, value)
-        if given != value and (key, given) != ("controller", "none"):
-            raise ConfigError(f"{key} is {given!r} with policy {PAPER_SYSTEM!r}; accepted: {value!r}")
-    return {**PAPER_SETTINGS, **values}
 
 
 def _toml(value: Any) -> str:

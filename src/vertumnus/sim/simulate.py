@@ -121,12 +121,12 @@ def as_in_paper(settings: SimulationSettings) -> SimulationSettings:
     thresholds = settings.controller_settings
     return replace(
         settings,
-        discipline=Discipline(PAPER_SETTINGS["queue"]),
-        controller=str(PAPER_SETTINGS["controller"]),
+        discipline=Discipline(PAPER_SETTINGS.queue),
+        controller=PAPER_SETTINGS.controller,
         controller_settings=thresholds if isinstance(thresholds, ThresholdSettings) else None,
-        pulls=Pulls(PAPER_SETTINGS["pulls"]),
-        has_moves=bool(PAPER_SETTINGS["moves"]),
-        has_waits=bool(PAPER_SETTINGS["waits"]),
+        pulls=Pulls(PAPER_SETTINGS.pulls),
+        has_moves=PAPER_SETTINGS.moves,
+        has_waits=PAPER_SETTINGS.waits,
     )
 
 
