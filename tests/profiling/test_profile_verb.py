@@ -16,6 +16,7 @@ from tests.engine.models import tiny_llama
 from tests.serve.real import tiny_model
 
 from vertumnus.cli import main
+from vertumnus.cli.profile import ProfilingError
 from vertumnus.core.fit import PrefillSample
 from vertumnus.core.profile import Source, load_profile
 from vertumnus.errors import ConfigError
@@ -364,6 +365,34 @@ def test_a_device_that_is_not_there_and_a_ramp_on_it_are_refused(tmp_path, monke
         assert "does not find" in run(*arguments, "--device", "cuda").stderr
     monkeypatch.setattr("vertumnus.cli.profile._device", lambda wanted: "cuda")
     assert "cannot be served" in run(*arguments, "--traffic", "synth:toolagent", "--ramp", "live").stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [
+        ((), "cuda"),
+        (("--device", "cuda"), "cuda"),
+        (("--device", "cpu"), None),
+        (("--ranks", 2), None),
+        (("--threads", 1), None),
+    ],
+)
+def test_a_gpu_is_taken_where_there_is_one_unless_ranks_are_spoken_of(tmp_path, monkeypatch, options, device):
+    chosen = []
+
+    def measuring(settings, *others):
+        chosen.append(settings.device)
+        raise ProfilingError("far enough")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("vertumnus.cli.profile._measured", measuring)
+    run(tiny_model.folder(), "-o", tmp_path / "mine.toml", *options)
+    assert chosen == [device]
+
+
+def test_ranks_and_one_gpu_contradict_each_other(tmp_path):
+    told = run(tiny_model.folder(), "-o", tmp_path / "mine.toml", "--device", "cuda", "--ranks", 2).stderr
+    assert "ranks is 2 with one GPU at degree 1; accepted: --device cpu, or none of them" in told
 
 
 @pytest.mark.parametrize(("suffix", "prefix"), [(64, 0), (130, 128)])

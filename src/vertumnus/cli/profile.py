@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from vertumnus.cli.options import DEFAULT_PROFILE_NAME, SYNTH_PREFIX, force_option, json_option, seed_option
 from vertumnus.cli.output import note, percent, print_json, print_table, progress, seconds
@@ -44,7 +45,7 @@ class ProfilingError(click.ClickException):
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="cuda: one GPU, at degree 1; auto: a GPU where there is one.",
+    help="cuda: one GPU, at degree 1; auto: a GPU where there is one, unless --ranks or --threads speak of ranks.",
 )
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Default: the checkpoint's.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of one rank.")
@@ -254,7 +255,14 @@ def _measured(
 
 def _device(wanted: str) -> str | None:
     """Where one model is measured alone; None: on ranks, on the processor."""
-    if wanted == "cpu":
+    context = click.get_current_context()
+    of_ranks = [
+        name for name in ("ranks", "threads") if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    ]
+    if wanted == "cuda" and of_ranks:
+        given = " and ".join(f"{name} is {context.params[name]}" for name in of_ranks)
+        raise ConfigError(f"{given} with one GPU at degree 1; accepted: --device cpu, or none of them")
+    if wanted == "cpu" or of_ranks:
         return None
     import torch
 
