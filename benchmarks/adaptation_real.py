@@ -1,10 +1,11 @@
 """One worker of degree 2, two of degree 1, and adapting between them: a real model on the two cores of one machine.
 
-    python benchmarks/adaptation_real.py MODEL [--plot FILE]
+    python benchmarks/adaptation_real.py MODEL [--lengths RATIO] [--plot FILE]
 
 `vertumnus serve` with two prefill ranks and a decode rank, driven by the machinery of `vertumnus replay`: phases of
 many short prompts and phases of few long ones, in turn. One pool at a time, since each takes both cores. All three use
-one profile, measured by the first at its start. Writes benchmarks/results/adaptation-real.json.
+one profile, measured by the first at its start. The traffic is for ranks of some 1,350 tokens a second; --lengths 0.2
+makes its prompts a fifth as long, for ranks a fifth as fast. Writes benchmarks/results/adaptation-real.json.
 """
 
 import argparse
@@ -24,14 +25,16 @@ VARIANTS = (("adaptive", "2x1", True), ("2x1", "2x1", False), ("1x2", "1x2", Fal
 PHASE_S = 60.0
 NUM_PHASES = 4
 TRANSIENT_S = 15.0
-TRAFFIC = {"short_rate_per_s": 1.6, "short_tokens": 384.0, "long_rate_per_s": 0.16, "long_tokens": 2048.0}
+RATES = {"short_rate_per_s": 1.6, "long_rate_per_s": 0.16}
+TOKENS = {"short_tokens": 384.0, "long_tokens": 2048.0}
 WINDOW_S = 5.0
 MAX_PROMPT_TOKENS = 8000
 VOCAB = 49_000
 
 
-def traffic(seed: int) -> Trace:
-    return synthesise("phases", seed=seed, duration_s=NUM_PHASES * PHASE_S, phase_s=PHASE_S, **TRAFFIC)
+def settings_of_traffic(lengths_ratio: float) -> dict[str, float]:
+    tokens = {name: round(lengths_ratio * value) for name, value in TOKENS.items()}
+    return {"duration_s": NUM_PHASES * PHASE_S, "phase_s": PHASE_S, **RATES, **tokens}
 
 
 def run_one(model: Path, composition: str, is_adaptive: bool, trace: Trace, seed: int, log: Path) -> dict[str, object]:
@@ -93,9 +96,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lengths", type=float, default=1.0, metavar="RATIO", help="of prompts, for slower processors")
     parser.add_argument("--plot", help="write a plot to FILE")
     options = parser.parse_args()
-    trace = traffic(options.seed)
+    parts = settings_of_traffic(options.lengths)
+    trace = synthesise("phases", seed=options.seed, **parts)
     if int(trace.input_tokens.max()) > MAX_PROMPT_TOKENS:
         parser.error(f"a prompt has {trace.input_tokens.max()} tokens; accepted: at most {MAX_PROMPT_TOKENS}")
     rows = []
@@ -106,10 +111,12 @@ def main() -> None:
             print({key: value for key, value in rows[-1].items() if key not in ("arrival_s", "ttft_s")}, flush=True)
     document = {
         "experiment": "adaptation-real",
-        "traffic": {"kind": "phases", "phase_s": PHASE_S, "num_phases": NUM_PHASES, "seed": options.seed, **TRAFFIC},
+        "traffic": {"kind": "phases", "num_phases": NUM_PHASES, "seed": options.seed, **parts},
         "window_s": WINDOW_S,
         "transient_s": TRANSIENT_S,
-        "environment": environment(f"python benchmarks/adaptation_real.py smollm2 --seed {options.seed}"),
+        "environment": environment(
+            f"python benchmarks/adaptation_real.py smollm2 --seed {options.seed} --lengths {options.lengths:g}"
+        ),
         "results": rows,
     }
     RESULT.write_text(json.dumps(document) + "\n")
