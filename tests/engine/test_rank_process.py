@@ -17,12 +17,18 @@ from tests.engine.pools import FILL, MEET, RAISE, TIMEOUT_S, config, open_pool, 
 
 from vertumnus.engine.errors import PoolError, RankFailed, WireError
 from vertumnus.engine.geometry import GroupKey
-from vertumnus.engine.messages import Done, Hello, Refusal, RefusalReason
+from vertumnus.engine.messages import Dismiss, Done, Hello, Refusal, RefusalReason, Welcome
 from vertumnus.engine.pool import GroupsFormed, RankBack, RankGone, RankPool
 from vertumnus.engine.roster import Roster
 from vertumnus.engine.step import Step
-from vertumnus.engine.wire import frame
+from vertumnus.engine.wire import Connection, frame
 from vertumnus.errors import ConfigError
+
+
+def hello_of(roster: Roster) -> bytes:
+    """What rank 0 says when it comes."""
+    parts = {"incarnation": 0, "pid": 1, "num_slots": 1, "block_bytes": 1, "block_tokens": 1}
+    return frame(0, Hello(token=roster.token, rank=0, **parts))
 
 
 def test_geometries_follow_each_other_and_groups_step_at_the_same_time():
@@ -106,6 +112,40 @@ def test_who_does_not_show_the_token_is_turned_away():
     run(test)
 
 
+def test_a_rank_that_has_just_come_when_the_roster_closes_is_dismissed():
+    async def test():
+        roster = Roster(config(1, is_launched=False), lambda rank, why: None)
+        await roster.listen()
+        with socket.create_connection(roster.address, TIMEOUT_S) as rank:
+            rank.sendall(hello_of(roster))
+            while roster.peer(0) is None:
+                await asyncio.sleep(0)
+            await roster.close()
+            connection = Connection(rank)
+            assert [connection.receive()[1] for _ in range(2)] == [Welcome(), Dismiss()]
+
+    run(test)
+
+
+def test_a_fault_over_a_greeting_is_logged_and_keeps_no_roster_from_closing(monkeypatch, caplog):
+    def faulty(self, hello):
+        raise ZeroDivisionError("no such hello")
+
+    async def test():
+        roster = Roster(config(1, is_launched=False), lambda rank, why: None)
+        await roster.listen()
+        with socket.create_connection(roster.address, TIMEOUT_S) as rank:
+            rank.sendall(hello_of(roster))
+            for _ in range(4):
+                await asyncio.sleep(0)
+            await roster.close()
+            assert rank.recv(1) == b""
+
+    monkeypatch.setattr(Roster, "_is_wanted", faulty)
+    run(test)
+    assert "no such hello" in caplog.text
+
+
 @pytest.mark.parametrize("num_turns", range(6))
 def test_connections_on_their_way_in_when_the_roster_closes_are_closed(num_turns):
     async def test():
@@ -131,8 +171,7 @@ def test_a_roster_closes_though_a_rank_reads_nothing():
         roster = Roster(config(1, is_launched=False), lambda rank, why: None)
         await roster.listen()
         rank.connect(roster.address)
-        hello = Hello(token=roster.token, rank=0, incarnation=0, pid=1, num_slots=1, block_bytes=1, block_tokens=1)
-        rank.sendall(frame(0, hello))
+        rank.sendall(hello_of(roster))
         while (peer := roster.peer(0)) is None:
             await asyncio.sleep(0.01)
         peer._writer.write(bytes(64 << 20))
@@ -155,7 +194,8 @@ def test_without_descriptors_connections_wait_until_there_are_some(monkeypatch, 
         os.close(lowest_free := os.dup(client.fileno()))
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         try:
-            await asyncio.sleep(0.2)
+            while "no connection is taken" not in caplog.text:
+                await asyncio.sleep(0.001)
             assert roster.num_turned_away == 0
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

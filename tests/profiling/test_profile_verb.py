@@ -113,6 +113,13 @@ def test_a_bad_log_is_refused_in_one_sentence_and_nothing_is_written(tmp_path, t
     assert not (tmp_path / "mine.toml").exists()
 
 
+@pytest.mark.parametrize("option", [("--ranks", 2), ("--device", "cuda"), ("--resume",)])
+def test_what_only_a_measurement_could_heed_is_refused_with_a_log(log, tmp_path, option):
+    told = run("--from-samples", log, "-o", tmp_path / "mine.toml", *option).stderr
+    assert "with --from-samples; accepted: with MODEL only" in told
+    assert not (tmp_path / "mine.toml").exists()
+
+
 def test_what_exists_is_replaced_by_force_only_and_one_source_is_asked_for(log, tmp_path):
     output = tmp_path / "mine.toml"
     output.write_text("precious")

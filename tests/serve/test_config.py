@@ -52,11 +52,19 @@ def test_the_papers_system_is_one_name_for_its_placement_queue_controller_and_co
         False,
     )
     assert external(policy="vertumnus-paper", controller="none", replication=False).controller == "none"
-    with pytest.raises(ConfigError, match="queue is 'shortest' with policy 'vertumnus-paper'; accepted: 'fifo'"):
+    with pytest.raises(ConfigError, match='queue is "shortest" with policy .vertumnus-paper.; accepted: "fifo"$'):
         external(policy="vertumnus-paper", queue="shortest")
-    with pytest.raises(ValueError, match="pulls is 'any' with policy 'vertumnus-paper'; accepted: 'none'"):
+    with pytest.raises(ValueError, match='pulls is "any" with policy .vertumnus-paper.; accepted: "none"'):
         ServeConfig(model="model", policy="vertumnus-paper", pulls="any")
     assert ServeConfig(model="model", policy="vertumnus-paper").queue == "fifo"
+    with pytest.raises(ConfigError, match='accepted: "threshold", "none"$'):
+        external(policy="vertumnus-paper", controller="lookahead")
+
+
+def test_what_is_wrong_is_said_without_secrets():
+    with pytest.raises(ValueError, match="policy") as caught:
+        ServeConfig(model="model", policy="vertumnus-paper", pulls="any", control_token="sesame-sesame-sesame")
+    assert "sesame" not in str(caught.value)
 
 
 def test_a_launch_file_is_for_external_ranks_and_holds_no_secret():

@@ -80,6 +80,25 @@ def test_a_pool_serves_on_under_a_controller_that_raises_and_says_so_once_a_wind
     assert found[0]["where"].startswith("test_log.py:")
 
 
+def test_an_order_to_which_no_way_is_planned_is_refused_and_logged(lines, monkeypatch):
+    def broken(*parts, **named):
+        raise KeyError("a group")
+
+    async def body(pool, backend):
+        with monkeypatch.context() as patched:
+            patched.setattr("vertumnus.core.steering.plan_towards", broken)
+            outcome = await backend.set_composition("1x2")
+        assert "no way was planned: KeyError('a group')" in outcome["refused"]
+        assert backend.describe()["target"] is None
+        await read(pool.submit(asked(prompt(1, 100))))
+        assert "refused" not in await backend.set_composition("1x2"), "it is carried out once it can be planned"
+        await asyncio.sleep(1.0)
+        assert str(pool.control_plane.composition) == "1x2"
+
+    with_backend(body, outlives_controller_faults=True)
+    assert [line["event"] for line in lines()].count("controller_failed") == 1
+
+
 def test_levels_tell_what_needs_a_look(lines, caplog):
     async def body(pool, backend):
         pool.ranks.kill(0)

@@ -165,6 +165,8 @@ class PoolOptions:
             return
         context = click.get_current_context()
         for name, settled in PAPER_SETTINGS._asdict().items():
+            if name == "controller" and self.fixed:
+                continue
             wanted = {True: "on", False: "off"}.get(settled, settled)
             given = getattr(self, name)
             is_asked_for = context.get_parameter_source(name) is not ParameterSource.DEFAULT
@@ -221,7 +223,7 @@ _POOL_OPTIONS = (
     ),
     click.option(
         "--window",
-        type=FiniteRange(0, min_open=True),
+        type=FiniteRange(0.1),
         default=20.0,
         show_default=True,
         help="Seconds that the controller observes at a time.",

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -122,6 +123,7 @@ def command(
     target = Slo.parse(slo)
     trace = None if traffic is None else _traffic(traffic, seed)
     if from_samples is not None:
+        _check_measures_nothing()
         profile, choice, log = _fitted(Path(from_samples), base, name)
         measured, packed = None, log.packed
     else:
@@ -251,6 +253,15 @@ def _measured(
         base=base_profile,
     )
     return measured, choice, profile
+
+
+def _check_measures_nothing() -> None:
+    """Refuses what was asked of a measurement that is none: it would change nothing."""
+    context = click.get_current_context()
+    of_measuring = ("ranks", "device", "dtype", "threads", "max_tokens", "rounds", "minutes", "kv_mib_per_rank")
+    for name in (*of_measuring, "samples", "resume"):
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise ConfigError(f"{name} is {context.params[name]!r} with --from-samples; accepted: with MODEL only")
 
 
 def _device(wanted: str) -> str | None:
@@ -407,7 +418,7 @@ def _show(profile: "Profile", choice: "Choice", measured: "Measured | None") -> 
                 each.form.value,
                 str(each.num_coefficients),
                 percent(each.fit.mean_error_ratio),
-                percent(each.held_out_error_ratio),
+                percent(each.held_out_error_ratio) if isfinite(each.held_out_error_ratio) else "no fit without",
                 f"{each.bic:.0f}",
                 "chosen" if each is choice.chosen else "",
             )

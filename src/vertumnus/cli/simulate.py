@@ -48,6 +48,8 @@ def command(
     with progress("simulating", trace.num_requests) as show:
         result = simulate(trace, profile, make_policy(), settings, on_progress=show)
     entry = result.to_json()
+    if result.latency.num_measured == 0:
+        warn([f"no request was measured: none arrived after the warm-up of {settings.warmup_s:g} s and was served"])
     if as_json:
         print_json({"trace": trace.name, "profile": profile.name, "settings": settings.to_json(), "results": [entry]})
     else:

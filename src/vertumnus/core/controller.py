@@ -125,7 +125,8 @@ class PoolState:
     in_transition: bool = False
     """Whether an operation is under way."""
     queued: Arrivals = _NONE
-    """Requests that wait now, anywhere."""
+    """Requests that wait now, anywhere, for their first step or the next of their chunks: whole, as if nothing of them
+    were cached."""
     admits: Callable[[Composition], bool] = _any
     """Whether a composition can serve the traffic at all (lengths, KV memory); others are never proposed."""
 

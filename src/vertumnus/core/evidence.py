@@ -26,15 +26,18 @@ class Evidence:
     _sums_s: list[FloatArray] = field(default_factory=list)
     """Per window, of all waits and of all services: [2, K]."""
     _fine: list[Replayed] = field(default_factory=list)
+    """Of the same windows, as long as these are few; then empty."""
 
     def add(self, replayed: Replayed) -> None:
         """One more window, of one arrival or more."""
         if len(self.counts) < self.fine_windows:
             self._fine.append(replayed)
+        else:
+            self._fine.clear()
         self._sums_s.append(np.stack((replayed.wait_s.sum(axis=0), replayed.service_s.sum(axis=0))))
         self.counts.append(len(replayed.wait_s))
-        if len(self.counts) > _MAX_HALF_LIVES * self.half_life_windows:
-            del self.counts[0], self._sums_s[0]
+        if len(self.counts) > max(_MAX_HALF_LIVES * self.half_life_windows, 1):
+            del self.counts[0], self._sums_s[0], self._fine[:1]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops all shadows but these."""
@@ -56,7 +59,7 @@ class Evidence:
     def standard_errors_s(self, row: int, wait_ratio: float) -> FloatArray:
         """Of the difference between a shadow's mean TTFT and each other's, [K]: from the differences arrival by arrival
         at first, since a few windows say little of how much windows differ; later window by window."""
-        if len(self.counts) <= self.fine_windows:
+        if self._fine:
             ttft_s = np.concatenate([each.service_s + wait_ratio * each.wait_s for each in self._fine])
             return _standard_errors(ttft_s[:, row, None] - ttft_s)
         weights = self._weights()

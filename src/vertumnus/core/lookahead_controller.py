@@ -103,8 +103,8 @@ class LookaheadSettings:
         for name in ("doubt_sigmas", "surge_windows"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; accepted: 0 or more")
-        if not self.surge_ratio >= 1:
-            raise ConfigError(f"surge_ratio is {self.surge_ratio}; accepted: 1 or more")
+        if not 1 <= self.surge_ratio < np.inf:
+            raise ConfigError(f"surge_ratio is {self.surge_ratio}; accepted: 1 or more, finite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +226,8 @@ class LookaheadController:
         return proposal
 
     def _begin_window(self, window: Window, state: PoolState) -> tuple[list[Window], Arrivals]:
-        """The windows to replay, those without arrivals left out, and what waits before the first of them; forgets what
-        was learnt where that says nothing of the traffic that goes on."""
+        """The windows to replay, those without arrivals left out, and what waits now, to go before the first of them
+        where that begins anew; forgets what was learnt where that says nothing of the traffic that goes on."""
         current = state.composition
         is_other = self._remember(window)
         if is_other and self._recent:
@@ -345,7 +345,8 @@ class LookaheadController:
         return int(np.where(is_open, ttft_s + settings.doubt_sigmas * expected.errors_s, np.inf).argmin())
 
     def use_costs(self, cost_model: CostModel) -> None:
-        """Another cost model: what was learnt with the old one is forgotten."""
+        """Another cost model: what the shadows showed with the old one is forgotten. How long requests wait over what a
+        shadow says is learnt anew within some windows, and compositions that were entered still count."""
         self.cost_model = cost_model
         self._shadows = None
         self._traffic.clear()
@@ -441,7 +442,8 @@ def _faster(window: Window, ratio: float) -> Arrivals:
 
 
 def _with_queued(queued: Arrivals, window: Window) -> Arrivals:
-    """What waits already, as arrivals at the instant of the first arrival or at the window's end, followed by those."""
+    """What waits at the window's end, followed by the window's arrivals, which stand for those to come: so this is a
+    forecast, not history, and arrivals that still wait are in it twice. Where there are none, at the window's end."""
     arrivals = window.arrivals
     if len(queued) == 0:
         return arrivals

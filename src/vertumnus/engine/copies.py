@@ -35,7 +35,7 @@ from vertumnus.engine.messages import (
     RefusalReason,
 )
 from vertumnus.engine.slot_use import SlotUse
-from vertumnus.engine.wire import Connection, is_token
+from vertumnus.engine.wire import Connection, is_token, listener_at
 
 PART_BYTES = 2 << 20
 """Copied at once; a step that runs beside a copy is held up by one part at most."""
@@ -184,7 +184,7 @@ class CopyServer:
         self._slot_use = slot_use
         self._timeout_s = timeout_s
         self._slots_free = threading.BoundedSemaphore(MAX_READERS)
-        self._listener = socket.create_server((host, 0))
+        self._listener = listener_at(host, 0)
         self.host: str = host
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="copy-server", daemon=True).start()

@@ -29,7 +29,7 @@ from vertumnus.engine.messages import (
 )
 from vertumnus.engine.peer import Peer, PeerGone
 from vertumnus.engine.pool_config import PoolConfig
-from vertumnus.engine.wire import frame, is_token, receive_from
+from vertumnus.engine.wire import frame, is_token, listener_at, receive_from
 from vertumnus.errors import ConfigError
 
 LOG = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Roster:
             self._listener = _listening(config.listen_fd)
         else:
             try:
-                self._listener = socket.create_server((config.host, config.port))
+                self._listener = listener_at(config.host, config.port)
             except OSError as error:
                 raise ConfigError(
                     f"host {config.host}, port {config.port}: {error.strerror}; accepted: an address of this machine "
@@ -216,7 +216,7 @@ class Roster:
         for connection in self._greetings.values():  # a task that is cancelled before it begins would leave it open
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        await asyncio.gather(*self._greetings)
+        await asyncio.gather(*self._greetings, return_exceptions=True)
         # The launcher last: it kills the ranks that are left.
         peers = [*self._peers.values(), *([self._launcher] if self._launcher is not None else [])]
         for peer in peers:
@@ -326,7 +326,12 @@ class Roster:
         connection.setblocking(False)
         greeting = asyncio.create_task(self._greet(connection))
         self._greetings[greeting] = connection
-        greeting.add_done_callback(self._greetings.pop)
+        greeting.add_done_callback(self._greeted)
+
+    def _greeted(self, greeting: asyncio.Task[None]) -> None:
+        self._greetings.pop(greeting, None)
+        if not greeting.cancelled() and (error := greeting.exception()) is not None:
+            LOG.error("a connection was closed over a fault of this program", exc_info=error)
 
     def _accept_again(self) -> None:
         if self._listener is not None and not self._is_closing:
@@ -335,11 +340,22 @@ class Roster:
     async def _greet(self, connection: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
+            await self._meet(reader, writer)
+        except BaseException:
+            writer.close()
+            raise
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Takes in who says rightly who it is, and turns everybody else away."""
+        try:
             _, message = await asyncio.wait_for(receive_from(reader, _HELLO_BYTES), self._config.control_timeout_s)
         except (EOFError, WireError, asyncio.TimeoutError, TimeoutError):
             self.num_turned_away += 1
             writer.close()
             return
+        greeting = asyncio.current_task()
+        assert greeting is not None
+        self._greetings.pop(greeting, None)  # from here on the connection is a peer's, or closed
         if not is_token(_token_of(message), self._token):
             self.num_turned_away += 1
             writer.close()

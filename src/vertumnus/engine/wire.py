@@ -91,6 +91,12 @@ class Connection:
         return data
 
 
+def listener_at(host: str, port: int) -> socket.socket:
+    """A listening socket at an address or name of this machine, over IPv4 where it has both. Raises OSError."""
+    families = {found[0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    return socket.create_server((host, port), family=socket.AF_INET if socket.AF_INET in families else families.pop())
+
+
 async def receive_from(reader: asyncio.StreamReader, max_bytes: int = MAX_FRAME_BYTES) -> tuple[int, Message]:
     """The next message. Raises EOFError at the end of the stream, WireError on what is no message or too large."""
     try:

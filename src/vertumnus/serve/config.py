@@ -28,7 +28,7 @@ SECRETS = ("control_token", "api_keys", "pool_token")
 class ServeConfig(BaseModel):
     """Every key may stand in the file (TOML) under its name; unknown ones are refused. Durations in seconds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -38,9 +38,10 @@ class ServeConfig(BaseModel):
             return values
         papers = PAPER_SETTINGS._asdict()
         for key, value in papers.items():
-            given = values.get(key, value)
-            if given != value and (key, given) != ("controller", "none"):
-                raise ConfigError(f"{key} is {given!r} with policy {PAPER_SYSTEM!r}; accepted: {value!r}")
+            accepted = (value, "none") if key == "controller" else (value,)
+            if values.get(key, value) not in accepted:
+                known = ", ".join(map(_toml, accepted))
+                raise ConfigError(f"{key} is {_toml(values[key])} with policy {PAPER_SYSTEM!r}; accepted: {known}")
         return papers | dict(values)
 
     model: Path
@@ -76,7 +77,7 @@ class ServeConfig(BaseModel):
     policy: str = "vertumnus"
     """Of placement; `vertumnus-paper` sets queue, controller, pulls, moves and waits too, as the paper has them."""
     controller: Literal["lookahead", "threshold", "none"] = "lookahead"
-    window_s: float = Field(20.0, gt=0)
+    window_s: float = Field(20.0, ge=0.1)
     """Observation window of the controller."""
     queue: Literal["fifo", "shortest"] = "shortest"
     step_tokens: int = Field(512, ge=1)

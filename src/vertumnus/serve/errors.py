@@ -6,7 +6,8 @@ VertumnusError
     ├── RequestTooLarge     longer than the model or than any worker's KV memory
     ├── DeadlineExceeded    the request's own deadline passed before it was answered
     ├── ShuttingDown        the server takes nothing new any more
-    └── PoolFailed          the ranks are gone for good
+    ├── PoolFailed          the ranks are gone for good
+    └── PlanningFailed      an operator's composition, to which no way was planned over a fault of the program
 """
 
 from vertumnus.errors import VertumnusError
@@ -38,3 +39,7 @@ class ShuttingDown(ServeError):
 
 class PoolFailed(ServeError):
     """Nothing can be served until the server is started again."""
+
+
+class PlanningFailed(ServeError):
+    """The composition stays as it is, and the controller is paused."""

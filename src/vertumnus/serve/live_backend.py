@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from vertumnus.core.composition import Composition
 from vertumnus.core.slo import Slo
 from vertumnus.serve.decision_log import DecisionLog
+from vertumnus.serve.errors import PlanningFailed
 from vertumnus.serve.generation import Generation, GenerationRequest
 from vertumnus.serve.held import held
 from vertumnus.serve.http.backend import Facts
@@ -143,7 +144,10 @@ class LiveBackend:
         if plane.lost_ranks:
             lost = ", ".join(map(str, sorted(plane.lost_ranks)))
             return {"refused": f"ranks that are lost: {lost}; ask again when they are back"}
-        self.pool.set_composition(composition)
+        try:
+            self.pool.set_composition(composition)
+        except PlanningFailed as error:
+            return {"refused": str(error)}
         return self._outcome()
 
     async def drain(self, worker_id: int | None) -> Facts:

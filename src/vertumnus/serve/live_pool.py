@@ -48,7 +48,15 @@ from vertumnus.engine.pool import GroupsFormed, PoolGone, RankBack, RankGone
 from vertumnus.engine.step import StepOutput, StepRequest
 from vertumnus.errors import ConfigError
 from vertumnus.serve.decode import DecodeRanks
-from vertumnus.serve.errors import DeadlineExceeded, Overloaded, PoolFailed, RequestTooLarge, ServeError, ShuttingDown
+from vertumnus.serve.errors import (
+    DeadlineExceeded,
+    Overloaded,
+    PlanningFailed,
+    PoolFailed,
+    RequestTooLarge,
+    ServeError,
+    ShuttingDown,
+)
 from vertumnus.serve.generation import FinishReason, Generation, GenerationRequest, Token
 from vertumnus.serve.live_request import LiveRequest, Stage, token_of
 from vertumnus.serve.live_settings import LiveSettings
@@ -108,8 +116,9 @@ class LivePool:
         self._timer_s = 0.0
         """When it goes off."""
         self._window: Window | None = None
-        self._controller_fault: Exception | None = None
         """The one that was told of last."""
+        self._controller_fault: Exception | None = None
+        """The same."""
         self._num_transitions = 0
         self._is_draining = False
         self._failure: PoolFailed | None = None
@@ -614,7 +623,8 @@ class LivePool:
     # Composition
 
     def set_composition(self, composition: Composition) -> None:
-        """Splits and merges towards a composition and pauses the controller. Raises ConfigError if it cannot be."""
+        """Splits and merges towards a composition and pauses the controller. Raises ConfigError if it cannot be, and
+        PlanningFailed if the way there is not found over a fault of this program."""
         topology = self.control_plane.topology
         lay_out(composition, topology)
         unsupported = set(composition.degrees) - set(self.control_plane.cost_model.degrees)
@@ -626,7 +636,12 @@ class LivePool:
                 f"composition is {composition}, of {composition.num_gpus} ranks; accepted: all {topology.num_gpus}"
             )
         self.telemetry.composition_requested(self._loop.time(), composition)
+        before = self._controller_fault
         self._tell(CompositionRequested(composition))
+        if self._controller_fault is not before:
+            raise PlanningFailed(
+                f"composition is {composition}, to which no way was planned: {self._controller_fault!r}"
+            )
 
     def pause_controller(self, is_paused: bool) -> None:
         """While it is paused the composition stays what it is, or what `set_composition` makes it."""

@@ -107,7 +107,8 @@ class PoolLog(Telemetry):
         _write(logging.WARNING, "step_failed", ranks=list(ranks), reason=reason[:MAX_REASON_CHARS])
 
     def controller_failed(self, now_s: float, fault: Exception) -> None:
-        raised_in = traceback.extract_tb(fault.__traceback__)[-1]
+        frames = traceback.extract_tb(fault.__traceback__)
+        raised_in = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), frames[-1])
         where = f"{Path(raised_in.filename).name}:{raised_in.lineno}"
         _write(logging.ERROR, "controller_failed", reason=repr(fault)[:MAX_REASON_CHARS], where=where)
 

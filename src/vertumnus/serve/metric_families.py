@@ -155,7 +155,9 @@ TRANSITIONS = _counter("transitions", "Splits and merges that were carried out",
 DRAIN = _histogram("transition_drain_seconds", "From the end of admission to the end of the last step", "kind")
 SWITCH = _histogram("transition_switch_seconds", "From there to the new workers being ready", "kind")
 ACTIVATIONS = _counter("activations", "Times that ranks were told to take up new groups", "result")
-CONTROLLER_FAULTS = _counter("controller_faults", "Times that the controller raised, and the composition stayed")
+CONTROLLER_FAULTS = _counter(
+    "controller_faults", "Times that the controller, or planning its way, raised, and the composition stayed"
+)
 RANKS_LOST = _counter("ranks_lost", "Times that a rank's process was lost", "rank")
 RANKS_BACK = _counter("ranks_back", "Times that a rank came back", "rank")
 DRAINING = _gauge("draining", "1 while an operator has the pool take nothing new")

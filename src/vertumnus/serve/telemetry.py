@@ -79,7 +79,8 @@ class Telemetry:
         """An observation window is over, and the controller has looked at it."""
 
     def controller_failed(self, now_s: float, fault: Exception) -> None:
-        """It raised this; the composition stays, and at the end of the next window it is asked again."""
+        """It raised this, or the planning of the way to a composition did: the composition stays as it is. A controller
+        that is not paused is asked again at the end of the next window."""
 
     def composition_requested(self, now_s: float, composition: Composition) -> None:
         """By an operator; the controller pauses."""
