@@ -5,12 +5,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.builders import COST_MODEL
 from tests.serve.real import tiny_model
 
+from vertumnus.core.composition import Composition, Topology, lay_out
+from vertumnus.core.pulls import PullSettings
+from vertumnus.core.queueing import Discipline
 from vertumnus.engine.model_config import ModelConfig
 from vertumnus.errors import ConfigError
 from vertumnus.serve.config import SECRETS, ServeConfig, config_from, read_config
 from vertumnus.serve.rank_launch import check_fit, launch_file
+from vertumnus.serve.router import Router
 
 ROOT = Path(__file__).resolve().parents[2]
 POOL_TOKEN = "pool-0123456789abcdef"
@@ -52,13 +57,23 @@ def test_the_papers_system_is_one_name_for_its_placement_queue_controller_and_co
         False,
     )
     assert external(policy="vertumnus-paper", controller="none", replication=False).controller == "none"
-    with pytest.raises(ConfigError, match='queue is "shortest" with policy .vertumnus-paper.; accepted: "fifo"$'):
+    with pytest.raises(ConfigError, match=r'queue is "shortest" with policy .vertumnus-paper.; accepted: "fifo"$'):
         external(policy="vertumnus-paper", queue="shortest")
-    with pytest.raises(ValueError, match='pulls is "any" with policy .vertumnus-paper.; accepted: "none"'):
+    with pytest.raises(ValueError, match=r'pulls is "any" with policy .vertumnus-paper.; accepted: "none"'):
         ServeConfig(model="model", policy="vertumnus-paper", pulls="any")
     assert ServeConfig(model="model", policy="vertumnus-paper").queue == "fifo"
-    with pytest.raises(ConfigError, match='accepted: "threshold", "none"$'):
+    with pytest.raises(ConfigError, match=r'accepted: "threshold", "none"$'):
         external(policy="vertumnus-paper", controller="lookahead")
+
+
+def test_a_router_sets_its_control_plane_up_as_the_configuration_says_and_outlives_its_controller():
+    router = Router(SimpleNamespace(config=external(policy="vertumnus-paper", controller="none", window_s=7.0)))
+    layout = lay_out(Composition.parse("4x1"), Topology(4))
+    plane = router._control_plane(layout, COST_MODEL, None, PullSettings(s_per_token=1e-6, latency_s=0.001), epoch=1)
+    settings = plane.settings
+    assert (settings.discipline, settings.pull, settings.moves, settings.waits) == (Discipline.FIFO, None, None, None)
+    assert settings.window_s == 7.0
+    assert settings.outlives_controller_faults
 
 
 def test_what_is_wrong_is_said_without_secrets():
