@@ -35,7 +35,7 @@ from vertumnus.engine.step import (
     StepRequest,
     StepTimings,
 )
-from vertumnus.engine.wire import MAX_FRAME_BYTES, Connection
+from vertumnus.engine.wire import MAX_FRAME_BYTES, Connection, listener_at
 
 int32s = st.integers(-(2**31), 2**31 - 1)
 counts = st.integers(0, 2**63 - 1)
@@ -216,3 +216,24 @@ def test_a_message_larger_than_a_frame_is_not_sent():
                 block_tokens=1,
             ),
         )
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_listening_is_over_the_family_of_the_address_and_over_ipv4_where_a_name_has_both():
+    with listener_at("localhost", 0) as listener:
+        assert listener.family == socket.AF_INET
+    if has_ipv6():
+        with listener_at("::1", 0) as listener:
+            assert listener.family == socket.AF_INET6
+    else:
+        with pytest.raises(OSError, match="."):
+            listener_at("::1", 0)
+    with pytest.raises(OSError, match="."):
+        listener_at("192.0.2.1", 0)
