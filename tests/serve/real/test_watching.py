@@ -27,6 +27,7 @@ STILL = {
     families.COPIED_BLOCKS: "as above",
     families.RESTARTED: "only where the death meets a request",
     families.FAILED_STEPS: "as above",
+    families.CONTROLLER_FAULTS: "it has none here",
     families.POOL_FAILED: "it has not",
     families.DRAINING: "nobody has asked for it",
 }
