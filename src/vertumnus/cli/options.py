@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +37,12 @@ class FiniteRange(click.FloatRange):
         if not isfinite(number):
             self.fail(f"{number} is not a finite number.", param, ctx)
         return number
+
+
+def asked_for(names: Iterable[str]) -> list[str]:
+    """Those of the running command's options that its user has set, whatever to."""
+    context = click.get_current_context()
+    return [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
 
 
 def json_option(command: Command) -> Command:
@@ -163,14 +169,13 @@ class PoolOptions:
 
         if list(policies) != [PAPER_SYSTEM]:
             return
-        context = click.get_current_context()
-        for name, settled in PAPER_SETTINGS._asdict().items():
+        papers = PAPER_SETTINGS._asdict()
+        for name in asked_for(papers):
             if name == "controller" and self.fixed:
                 continue
-            wanted = {True: "on", False: "off"}.get(settled, settled)
+            wanted = {True: "on", False: "off"}.get(papers[name], papers[name])
             given = getattr(self, name)
-            is_asked_for = context.get_parameter_source(name) is not ParameterSource.DEFAULT
-            if is_asked_for and given not in ("auto", wanted):
+            if given not in ("auto", wanted):
                 raise ConfigError(f"{name} is {given!r} with policy {PAPER_SYSTEM!r}; accepted: {wanted!r}")
 
     def check_weights(self, policies: Sequence[str]) -> None:

@@ -10,9 +10,15 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from vertumnus.cli.options import DEFAULT_PROFILE_NAME, SYNTH_PREFIX, force_option, json_option, seed_option
+from vertumnus.cli.options import (
+    DEFAULT_PROFILE_NAME,
+    SYNTH_PREFIX,
+    asked_for,
+    force_option,
+    json_option,
+    seed_option,
+)
 from vertumnus.cli.output import note, percent, print_json, print_table, progress, seconds
 from vertumnus.errors import ConfigError, VertumnusError
 
@@ -257,21 +263,18 @@ def _measured(
 
 def _check_measures_nothing() -> None:
     """Refuses what was asked of a measurement that is none: it would change nothing."""
-    context = click.get_current_context()
     of_measuring = ("ranks", "device", "dtype", "threads", "max_tokens", "rounds", "minutes", "kv_mib_per_rank")
-    for name in (*of_measuring, "samples", "resume"):
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise ConfigError(f"{name} is {context.params[name]!r} with --from-samples; accepted: with MODEL only")
+    for name in asked_for((*of_measuring, "samples", "resume")):
+        value = click.get_current_context().params[name]
+        raise ConfigError(f"{name} is {value!r} with --from-samples; accepted: with MODEL only")
 
 
 def _device(wanted: str) -> str | None:
     """Where one model is measured alone; None: on ranks, on the processor."""
-    context = click.get_current_context()
-    of_ranks = [
-        name for name in ("ranks", "threads") if context.get_parameter_source(name) is not ParameterSource.DEFAULT
-    ]
+    of_ranks = asked_for(("ranks", "threads"))
     if wanted == "cuda" and of_ranks:
-        given = " and ".join(f"{name} is {context.params[name]}" for name in of_ranks)
+        values = click.get_current_context().params
+        given = " and ".join(f"{name} is {values[name]}" for name in of_ranks)
         raise ConfigError(f"{given} with one GPU at degree 1; accepted: --device cpu, or none of them")
     if wanted == "cpu" or of_ranks:
         return None
