@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.builders import queued, request
+from tests.builders import queued
 
-from vertumnus.core.queueing import Discipline, WorkerQueue
+from vertumnus.core.queueing import Discipline, ServiceOrder, WorkerQueue
 
 AGEING = 10.0
 ARRIVALS = st.lists(st.tuples(st.integers(0, 50).map(float), st.integers(0, 8).map(float)), max_size=12)
@@ -14,7 +14,7 @@ DISCIPLINES = st.sampled_from(Discipline)
 
 def queue_of(discipline: Discipline, arrivals: list[tuple[float, float]], ageing: float = AGEING) -> WorkerQueue:
     """A queue of these (arrival, service) requests, pushed in order of arrival, with their positions as ids."""
-    queue = WorkerQueue(discipline, ageing)
+    queue = WorkerQueue(ServiceOrder(discipline, ageing))
     for request_id, (arrival_s, service_s) in enumerate(sorted(arrivals)):
         queue.push(queued(request_id, arrival_s=arrival_s, service_s=service_s))
     return queue
@@ -55,34 +55,9 @@ def test_without_ageing_weight_shortest_is_fifo():
     assert drain(queue_of(Discipline.SHORTEST, [(0.0, 9.0), (1.0, 1.0)], ageing=0.0)) == [0, 1]
 
 
-@given(
-    DISCIPLINES,
-    st.lists(st.tuples(st.integers(0, 50).map(float), st.integers(0, 8).map(float), st.integers(-2, 2)), max_size=12),
-    st.integers(0, 60).map(float),
-    st.integers(0, 8).map(float),
-    st.integers(-2, 2),
-)
-def test_the_predicted_wait_is_the_work_that_would_really_be_served_before(
-    discipline, waiting, arrival_s, service_s, priority
-):
-    queue = WorkerQueue(discipline, AGEING)
-    waiting = sorted(waiting)
-    for number, (other_s, others_service_s, others_priority) in enumerate(waiting):
-        queue.push(queued(number, arrival_s=other_s, service_s=others_service_s, priority=others_priority))
-    newcomer = 1000
-    ahead_s, num_behind = queue.ahead(request(newcomer, arrival_s=arrival_s, priority=priority), service_s)
-    queue.push(queued(newcomer, arrival_s=arrival_s, service_s=service_s, priority=priority))
-    served = drain(queue)
-    position = served.index(newcomer)
-    assert ahead_s == pytest.approx(sum(waiting[request_id][1] for request_id in served[:position]))
-    assert num_behind == len(served) - position - 1
-    priorities = [priority if each == newcomer else waiting[each][2] for each in served]
-    assert priorities == sorted(priorities), "a smaller priority goes first, whatever the discipline"
-
-
 @given(DISCIPLINES, st.lists(st.tuples(st.sampled_from(["push", "pop", "remove", "back", "clear"]), st.integers(0, 9))))
 def test_the_queued_seconds_are_the_sum_of_its_items_after_any_operations(discipline, operations):
-    queue = WorkerQueue(discipline, AGEING)
+    queue = WorkerQueue(ServiceOrder(discipline, AGEING))
     for request_id, (operation, number) in enumerate(operations):
         before = [item.request.request_id for item in queue.items()]
         if operation == "push":
@@ -113,7 +88,7 @@ def test_a_request_whose_chunk_has_run_goes_on_before_all_others_under_fifo():
 
 
 def test_a_request_whose_chunk_has_run_lets_those_of_a_smaller_priority_pass():
-    queue = WorkerQueue(Discipline.FIFO, AGEING)
+    queue = WorkerQueue(ServiceOrder(Discipline.FIFO, AGEING))
     queue.push(queued(0))
     queue.push(queued(1, priority=-1))
     queue.push_back(queued(2, started=True))
@@ -123,7 +98,7 @@ def test_a_request_whose_chunk_has_run_lets_those_of_a_smaller_priority_pass():
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=10))
 def test_where_there_is_no_room_only_what_has_begun_goes_on(waiting):
     """And one that finds no room is not passed by others that would."""
-    queue = WorkerQueue(Discipline.SHORTEST, AGEING)
+    queue = WorkerQueue(ServiceOrder(Discipline.SHORTEST, AGEING))
     for number, (started, _) in enumerate(waiting):
         queue.push(queued(number, arrival_s=float(number), started=started))
     served = []
@@ -134,7 +109,7 @@ def test_where_there_is_no_room_only_what_has_begun_goes_on(waiting):
 
 
 def test_a_request_that_awaits_a_copy_lets_others_pass_and_keeps_its_place():
-    queue = WorkerQueue(Discipline.FIFO, AGEING)
+    queue = WorkerQueue(ServiceOrder(Discipline.FIFO, AGEING))
     waiting = queued(0, num_copies_awaited=1)
     queue.push(waiting)
     queue.push(queued(1))
@@ -142,11 +117,3 @@ def test_a_request_that_awaits_a_copy_lets_others_pass_and_keeps_its_place():
     assert queue.pop_ready() is None
     waiting.num_copies_awaited = 0
     assert queue.pop_ready() is waiting
-
-
-@given(ARRIVALS, DISCIPLINES, st.integers(0, 60))
-def test_what_is_left_after_some_seconds_is_what_has_not_been_served_in_full(arrivals, discipline, after_s):
-    queue = queue_of(discipline, arrivals)
-    items = queue.items()
-    ends_s = [sum(item.service_s for item in items[: position + 1]) for position in range(len(items))]
-    assert queue.num_left(float(after_s)) == sum(end_s > after_s for end_s in ends_s)

@@ -131,11 +131,9 @@ class AwaitedPrefixes:
             return view
         remaining = np.maximum(table.running_end_s - view.now_s, 0.0)
         wait, delay = self._waits(request, service, remaining, view.outstanding_s)
-        for queued_row in table.queued_rows:
-            # What is served before the prefix is there passes it.
-            after_s = float(ready_s[queued_row] - remaining[queued_row])
-            num_delayed = table.active[queued_row].queue.num_left(after_s)
-            delay[queued_row] = min(float(delay[queued_row]), num_delayed * float(service[queued_row]))
+        # What is served before the prefix is there passes it.
+        num_delayed = table.queues.num_left(ready_s - remaining)
+        delay = np.where(table.queues.num > 0, np.minimum(delay, num_delayed * service), delay)
         return view.with_waits(
             producer.request_id,
             reusable_tokens=np.where(is_better, prefix, view.reusable_tokens),

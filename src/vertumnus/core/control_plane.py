@@ -61,7 +61,7 @@ from vertumnus.core.moves import MoveSettings, best_move
 from vertumnus.core.observation import WindowTracker
 from vertumnus.core.placement import Placement, PlacementPolicy, PlacementView
 from vertumnus.core.pulls import Puller, PullSettings
-from vertumnus.core.queueing import Discipline, QueuedRequest
+from vertumnus.core.queueing import Discipline, QueuedRequest, ServiceOrder
 from vertumnus.core.reconciliation import PendingBlocks, assign_prefixes
 from vertumnus.core.reconfiguration import (
     Activate,
@@ -125,7 +125,9 @@ class ControlPlane:
         self._serving: dict[RankGroup, Worker] = {}
         self._handovers = Handovers()
         self.index = PrefixIndex(degrees=cost_model.degrees, block_tokens=settings.block_tokens)
-        self._workers = WorkerTable(cost_model, settings.discipline, settings.ageing, settings.block_tokens)
+        self._workers = WorkerTable(
+            cost_model, ServiceOrder(settings.discipline, settings.ageing), settings.block_tokens
+        )
         self._puller = self._make_puller(settings.pull, topology) if settings.pull is not None else None
         self._waiting: deque[tuple[PrefillRequest, bool]] = deque()
         """Requests without a candidate, each with whether it was placed before."""
@@ -322,11 +324,7 @@ class ControlPlane:
                 self._steering.windows.record(now_s, request.input_tokens, item.prefix_tokens, item.service_s)
             if self._replicator is not None and placement.preferred_degree is not None:
                 record_missed(self.index, match, request.input_tokens, placement.preferred_degree, self.cost_model)
-        steps = self._start_step(worker, now_s)
-        if not steps:
-            self._workers.changed(worker)
-        actions += steps
-        return actions
+        return [*actions, *self._start_step(worker, now_s)]
 
     def _reserve(
         self,
@@ -401,10 +399,7 @@ class ControlPlane:
         self._were_taken(move.worker, [taken])
         self._leave(move.request.request_id)
         _, actions = self._reserve(move.request, idle, move.match, move.view, move.placement, True)
-        steps = self._start_step(idle, now_s)
-        if not steps:
-            self._workers.changed(idle)
-        return [*actions, *steps]
+        return [*actions, *self._start_step(idle, now_s)]
 
     def _reason_to_reject(self, request: PrefillRequest) -> str | None:
         limit = self.settings.max_sequence_tokens
@@ -474,33 +469,8 @@ class ControlPlane:
         """(what the request would wait, what longer queued requests would wait for it), per candidate."""
         if self.settings.discipline is Discipline.FIFO and not self._has_priorities:
             return outstanding, np.zeros(len(outstanding))
-        wait = remaining.copy()
-        delay = np.zeros(len(wait))
-        if self._workers.queued_rows:
-            seconds = service.tolist()
-            active = self._workers.active
-            for row in self._workers.queued_rows:
-                service_s = seconds[row]
-                ahead_s, num_behind = active[row].queue.ahead(request, service_s)
-                wait[row] += ahead_s
-                delay[row] = num_behind * service_s
-        if self.settings.step_tokens is not None:
-            self._add_further_chunks(request, service, wait, delay)
-        return wait, delay
-
-    def _add_further_chunks(
-        self, request: PrefillRequest, service: FloatArray, wait: FloatArray, delay: FloatArray
-    ) -> None:
-        """What a running request has left after this step queues again, before or after the new one."""
-        for row, worker in enumerate(self._workers.active):
-            if not worker.later_s:
-                continue
-            cut = worker.running[-1].queued.request  # a step cuts its last request at most
-            service_s = float(service[row])
-            if worker.queue.serves_first(cut, worker.later_s, request, service_s):
-                wait[row] += worker.later_s
-            else:
-                delay[row] += service_s
+        ahead, delay = self._workers.queues.around(request, service)
+        return remaining + ahead, delay
 
     def _service_s(self, costs: DegreeCosts, suffix: FloatArray, prefix: FloatArray) -> FloatArray:
         step_tokens = self.settings.step_tokens
@@ -527,9 +497,17 @@ class ControlPlane:
     # Steps
 
     def _start_step(self, worker: Worker, now_s: float) -> list[Action]:
-        """Forms the next step of an idle worker from its queue, in queue order; no action if there is none to run."""
+        """Forms the next step of an idle worker from its queue, in queue order; no action if there is none to run.
+
+        Brings the worker's row up to date either way.
+        """
+        items = self._take_step(worker, now_s)
+        self._workers.changed(worker)
+        return [StartStep(worker.worker_id, worker.epoch, items)] if items else []
+
+    def _take_step(self, worker: Worker, now_s: float) -> tuple[StepItem, ...]:
         if worker.running or worker.status not in (WorkerStatus.ACTIVE, WorkerStatus.DRAINING):
-            return []
+            return ()
         step_tokens = budget = self.settings.step_tokens
         items: list[StepItem] = []
         duration_s = 0.0
@@ -569,12 +547,9 @@ class ControlPlane:
             budget -= num_tokens
             if budget < self.settings.block_tokens:
                 break
-        if not items:
-            return []
-        duration_s -= (len(items) - 1) * fixed_s
-        worker.running_end_s = now_s + duration_s
-        self._workers.changed(worker)
-        return [StartStep(worker.worker_id, worker.epoch, tuple(items))]
+        if items:
+            worker.running_end_s = now_s + duration_s - (len(items) - 1) * fixed_s
+        return tuple(items)
 
     def _room_at(self, worker: Worker) -> Callable[[PrefillRequest], bool]:
         """Whether a further request can begin: those that have begun keep the KV blocks of their whole prompts."""
@@ -663,7 +638,6 @@ class ControlPlane:
         steps: list[Action] = self._start_step(worker, now_s)
         if steps:
             return steps
-        self._workers.changed(worker)
         moves = self.settings.moves
         if moves is None or worker.status is not WorkerStatus.ACTIVE:
             return []
@@ -919,6 +893,7 @@ class ControlPlane:
         for request in lost:
             self._leave(request.request_id)
         worker.running = []
+        worker.later_s = 0.0
         kept = [request for request in lost if request.request_id not in self._cancelled]
         self._cancelled.difference_update(request.request_id for request in lost)
         return kept

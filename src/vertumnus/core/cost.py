@@ -131,12 +131,13 @@ class CostModel:
         return bound
 
     def _bind(self, degrees: Sequence[int] | NDArray[np.integer]) -> DegreeCosts:
-        rows = [(self._at(int(degree)), int(degree)) for degree in degrees]
+        each, rows = np.unique(np.asarray(degrees, dtype=np.int64), return_inverse=True)
+        known = [(self._at(int(degree)), int(degree)) for degree in each]
         return DegreeCosts(
-            fixed=np.array([k.d for k, _ in rows]),
-            per_suffix=np.array([k.a + k.c / degree for k, degree in rows]),
-            per_prefix=np.array([k.b for k, _ in rows]),
-            per_pair=np.array([k.alpha / degree for k, degree in rows]),
+            fixed=np.array([k.d for k, _ in known])[rows],
+            per_suffix=np.array([k.a + k.c / degree for k, degree in known])[rows],
+            per_prefix=np.array([k.b for k, _ in known])[rows],
+            per_pair=np.array([k.alpha / degree for k, degree in known])[rows],
         )
 
     def _at(self, degree: int) -> Coefficients:

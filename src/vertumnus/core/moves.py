@@ -81,8 +81,7 @@ def best_move(
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request that has not started, and what its leaving would save: its own wait and service, and the service that
-    everybody behind it would not wait for any more. Seconds."""
+    """A request that has not started, and what its leaving would save."""
 
     worker: Worker
     item: QueuedRequest
@@ -91,18 +90,20 @@ class _Waiting:
 
 def _most_to_save(table: WorkerTable, now_s: float, max_tried: int) -> list[_Waiting]:
     """The requests whose leaving would save most, most first; those that await copies or another request stay."""
-    found: list[_Waiting] = []
-    for row in sorted(table.queued_rows):
+    num_tried = min(max_tried, table.queues.num_movable)
+    if not num_tried:
+        return []
+    remaining_s = np.maximum(table.running_end_s - now_s, 0.0)
+    saved_s = table.queues.saved_s(remaining_s + table.queues.later_s)
+    ranks = np.rint(saved_s / _TIE_S)
+    least = np.partition(ranks, -num_tried, axis=None)[-num_tried]
+    rows, positions = np.nonzero((ranks >= least).T)
+    found = []
+    for each in np.argsort(-ranks[positions, rows], kind="stable")[:num_tried]:
+        row, position = int(rows[each]), int(positions[each])
         worker = table.active[row]
-        ahead_s = max(worker.running_end_s - now_s, 0.0) + worker.later_s if worker.running else 0.0
-        items = worker.queue.items()
-        for position, item in enumerate(items):
-            if item.is_ready and not item.started:
-                num_behind = len(items) - position - 1
-                found.append(_Waiting(worker, item, ahead_s + item.service_s * (1 + num_behind)))
-            ahead_s += item.service_s
-    found.sort(key=lambda each: -round(each.saved_s / _TIE_S))
-    return found[:max_tried]
+        found.append(_Waiting(worker, worker.queue[position], float(saved_s[position, row])))
+    return found
 
 
 def _gain_s(settings: MoveSettings, waiting: _Waiting, idle: Worker, view: PlacementView) -> float:

@@ -12,13 +12,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
+from typing import overload
 
+from vertumnus.core.cost import FloatArray
 from vertumnus.core.requests import PrefillRequest
 
 _PRIORITY_S = 1e9  # arrival order that one step of priority outweighs; leaves keys a resolution of 0.1 ms
-
-_ROUNDING_S = 1e-9
 
 
 class Discipline(Enum):
@@ -26,6 +25,24 @@ class Discipline(Enum):
 
     FIFO = "fifo"
     SHORTEST = "shortest"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOrder:
+    """A discipline and its ageing, as one key by which requests are served, smallest first."""
+
+    discipline: Discipline
+    ageing: float
+
+    @overload
+    def key(self, request: PrefillRequest, service_s: float) -> float: ...
+    @overload
+    def key(self, request: PrefillRequest, service_s: FloatArray) -> FloatArray | float: ...
+    def key(self, request: PrefillRequest, service_s: float | FloatArray) -> float | FloatArray:
+        """The key of a request that takes so many predicted seconds, or one key for each of several predictions."""
+        if self.discipline is Discipline.FIFO:
+            return float(request.priority)
+        return request.priority * _PRIORITY_S + request.arrival_s + self.ageing * service_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,35 +66,37 @@ class QueuedRequest:
         """Whether it awaits neither copies nor another request."""
         return not (self.num_copies_awaited or self.is_held)
 
+    @property
+    def is_movable(self) -> bool:
+        """Whether another worker could serve it at once: nothing of it has run, and it awaits nothing."""
+        return self.is_ready and not self.started
+
 
 class WorkerQueue:
-    """Requests waiting at one worker, in order of service.
+    """Requests waiting at one worker, in order of service."""
 
-    `wait_s` and `num_behind` answer for a request that does not queue yet: how long it would wait for queued work,
-    and how many queued requests would wait for it.
-    """
+    __slots__ = ("_items", "_keys", "_order", "service_s")
 
-    __slots__ = ("_ageing", "_cumulative_s", "_items", "_keys", "discipline", "service_s")
-
-    def __init__(self, discipline: Discipline, ageing: float) -> None:
-        self.discipline = discipline
-        self._ageing = ageing
+    def __init__(self, order: ServiceOrder) -> None:
+        self._order = order
         self._keys: list[float] = []
         self._items: list[QueuedRequest] = []
-        self._cumulative_s: list[float] | None = None
         self.service_s = 0.0
 
     def __len__(self) -> int:
         return len(self._items)
 
+    def __getitem__(self, position: int) -> QueuedRequest:
+        return self._items[position]
+
     def push(self, item: QueuedRequest) -> None:
-        key = self._key(item.request, item.service_s)
+        key = self._order.key(item.request, item.service_s)
         self._insert(bisect_right(self._keys, key), key, item)
 
     def push_back(self, item: QueuedRequest) -> None:
         """Returns a request whose chunk has run: under FIFO, ahead of all of its priority that has not started."""
-        key = self._key(item.request, item.service_s)
-        bisect = bisect_left if self.discipline is Discipline.FIFO else bisect_right
+        key = self._order.key(item.request, item.service_s)
+        bisect = bisect_left if self._order.discipline is Discipline.FIFO else bisect_right
         self._insert(bisect(self._keys, key), key, item)
 
     def pop_ready(
@@ -114,7 +133,6 @@ class WorkerQueue:
         kept = [(key, item) for key, item in zip(self._keys, self._items, strict=True) if not is_wanted(item)]
         self._keys = [key for key, _ in kept]
         self._items = [item for _, item in kept]
-        self._cumulative_s = None
         self.service_s = sum(item.service_s for item in self._items)
         return taken
 
@@ -133,45 +151,19 @@ class WorkerQueue:
     def items(self) -> tuple[QueuedRequest, ...]:
         return tuple(self._items)
 
-    def ahead(self, request: PrefillRequest, service_s: float) -> tuple[float, int]:
-        """(seconds of queued work served before, number of queued requests served after) such a request."""
-        position = bisect_right(self._keys, self._key(request, service_s))
-        if position == len(self._items):
-            return self.service_s, 0
-        if position == 0:
-            return 0.0, len(self._items)
-        return self._cumulative()[position - 1], len(self._items) - position
-
-    def num_left(self, after_s: float) -> int:
-        """How many will not have been served after so many seconds of serving."""
-        return len(self._items) - bisect_right(self._cumulative(), after_s + _ROUNDING_S)
-
-    def _cumulative(self) -> list[float]:
-        if self._cumulative_s is None:
-            self._cumulative_s = list(accumulate(item.service_s for item in self._items))
-        return self._cumulative_s
-
-    def serves_first(
-        self, begun: PrefillRequest, remaining_s: float, request: PrefillRequest, service_s: float
-    ) -> bool:
-        """Whether a request that comes back from a chunk goes before one that does not queue yet."""
-        return self._key(begun, remaining_s) <= self._key(request, service_s)
-
-    def _key(self, request: PrefillRequest, service_s: float) -> float:
-        if self.discipline is Discipline.FIFO:
-            return float(request.priority)
-        return request.priority * _PRIORITY_S + request.arrival_s + self._ageing * service_s
+    @property
+    def keys(self) -> tuple[float, ...]:
+        """By what the requests are ordered: one key each, ascending."""
+        return tuple(self._keys)
 
     def _insert(self, position: int, key: float, item: QueuedRequest) -> None:
         self._keys.insert(position, key)
         self._items.insert(position, item)
         self.service_s += item.service_s
-        self._cumulative_s = None
 
     def _take(self, position: int) -> QueuedRequest:
         item = self._items.pop(position)
         del self._keys[position]
         # Exactly zero when empty, so that rounding never accumulates over a worker's life.
         self.service_s = self.service_s - item.service_s if self._items else 0.0
-        self._cumulative_s = None
         return item

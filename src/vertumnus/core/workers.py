@@ -12,7 +12,9 @@ import numpy as np
 from vertumnus.core.composition import RankGroup
 from vertumnus.core.cost import CostModel, DegreeCosts, FloatArray
 from vertumnus.core.placement import IntArray
-from vertumnus.core.queueing import Discipline, QueuedRequest, WorkerQueue
+from vertumnus.core.queue_table import QueueTable
+from vertumnus.core.queueing import QueuedRequest, ServiceOrder, WorkerQueue
+from vertumnus.core.requests import PrefillRequest
 from vertumnus.errors import InvariantError
 
 
@@ -65,6 +67,11 @@ class Worker:
     def num_outstanding(self) -> int:
         return len(self.queue) + len(self.running)
 
+    @property
+    def cut(self) -> PrefillRequest | None:
+        """The running request that is not done after this step: the last of the step, if any."""
+        return self.running[-1].queued.request if self.later_s else None
+
     def outstanding_s(self, now_s: float) -> float:
         """q: predicted seconds queued and left of the running step."""
         return self.queue.service_s + self.later_s + (max(self.running_end_s - now_s, 0.0) if self.running else 0.0)
@@ -73,13 +80,13 @@ class Worker:
 class WorkerTable:
     """All workers by id, and for the active ones vectors in ascending worker id."""
 
-    def __init__(self, cost_model: CostModel, discipline: Discipline, ageing: float, block_tokens: int) -> None:
+    def __init__(self, cost_model: CostModel, order: ServiceOrder, block_tokens: int) -> None:
         self.block_tokens = np.array(float(block_tokens))
         """Of no dimension, as NumPy takes Python numbers more slowly."""
         self._cost_model = cost_model
-        self._discipline = discipline
-        self._ageing = ageing
+        self._order = order
         self._workers: dict[int, Worker] = {}
+        self._rows: list[Worker] = []
         self._rebuild()
 
     def __getitem__(self, worker_id: int) -> Worker:
@@ -98,7 +105,7 @@ class WorkerTable:
         return self._rows
 
     def open(self, worker_id: int, slot: int, group: RankGroup, epoch: int) -> Worker:
-        worker = Worker(worker_id, slot, group, epoch, WorkerQueue(self._discipline, self._ageing))
+        worker = Worker(worker_id, slot, group, epoch, WorkerQueue(self._order))
         self._workers[worker_id] = worker
         return worker
 
@@ -126,32 +133,30 @@ class WorkerTable:
         self.running_end_s[row] = worker.running_end_s if num_running else 0.0
         self.num_outstanding[row] = num_queued + num_running
         self.outstanding_tokens[row] = worker.queued_tokens + worker.running_tokens
-        if num_queued:
-            self.queued_rows.add(row)
-        else:
-            self.queued_rows.discard(row)
+        self.queues.update(row, queue, worker.cut, worker.later_s)
 
     def _rebuild(self) -> None:
-        for worker in self._workers.values():
+        for worker in self._rows:
             worker.row = None
         self._rows = [worker for worker in self.all() if worker.status is WorkerStatus.ACTIVE]
         num_rows = len(self._rows)
         self.worker_ids: IntArray = np.array([worker.worker_id for worker in self._rows], dtype=np.int64)
         self.slots = np.array([worker.slot for worker in self._rows], dtype=np.intp)
-        degrees = [worker.degree for worker in self._rows]
-        self.degrees: FloatArray = np.array(degrees, dtype=np.float64)
+        degrees = np.array([worker.degree for worker in self._rows], dtype=np.int64)
+        self.degrees: FloatArray = degrees.astype(np.float64)
         self.costs: DegreeCosts = self._cost_model.for_degrees(degrees)
-        self.smallest_degree = min(degrees, default=0)
-        self.smallest_costs: DegreeCosts = self._cost_model.for_degrees([self.smallest_degree] * num_rows)
+        self.smallest_degree = int(degrees.min()) if num_rows else 0
+        self.smallest_costs: DegreeCosts = self._cost_model.for_degrees(np.full(num_rows, self.smallest_degree))
         """The cost model at the smallest degree, once per row."""
         self.queued_s: FloatArray = np.zeros(num_rows)
         self.running_end_s: FloatArray = np.zeros(num_rows)
         self.num_outstanding: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.outstanding_tokens: IntArray = np.zeros(num_rows, dtype=np.int64)
-        self.queued_rows: set[int] = set()
+        self.queues = QueueTable(self._order, num_rows)
         for row, worker in enumerate(self._rows):
             worker.row = row
-            self.changed(worker)
+            if worker.num_outstanding:
+                self.changed(worker)
 
     def check_invariants(self) -> None:
         """Raises InvariantError where a row disagrees with its worker or a load is not the sum of its parts."""
@@ -162,6 +167,11 @@ class WorkerTable:
                 self.queued_s[row] != worker.queue.service_s + worker.later_s
             ):
                 raise InvariantError(f"row {row} does not show the load of worker {worker.worker_id}")
+        queues = QueueTable(self._order, len(self._rows))
+        for row, worker in enumerate(self._rows):
+            queues.update(row, worker.queue, worker.cut, worker.later_s)
+        if not self.queues.equals(queues):
+            raise InvariantError("what the placements read of the queues differs from what waits in them")
         for worker in self._workers.values():
             total = sum(item.service_s for item in worker.queue.items())
             if abs(total - worker.queue.service_s) > 1e-6 * max(1.0, total):
