@@ -32,8 +32,8 @@ class Scale:
     """Pools whose decisions and scans are timed."""
     quality_gpus: tuple[int, ...] = (64, 256, 1024)
     """Pools that are simulated."""
-    requests_per_gpu: float = 24.0
-    """Requests of a cell of the scale experiment per GPU, at least `cell_requests`."""
+    requests_per_gpu: float = 32.0
+    """Requests of a cell of the scale experiment per GPU."""
 
 
 DEFAULT = Scale(name="default")
@@ -49,7 +49,7 @@ FULL = replace(
     has_full_grids=True,
     phase_s=660.0,
     quality_gpus=(64, 256, 1024, 4096),
-    requests_per_gpu=60.0,
+    requests_per_gpu=40.0,
 )
 TINY = replace(
     DEFAULT,
@@ -65,6 +65,6 @@ TINY = replace(
     phase_s=30.0,
     pool_gpus=(16, 32),
     quality_gpus=(16, 32),
-    requests_per_gpu=1.0,
+    requests_per_gpu=4.0,
 )
 SCALES = {scale.name: scale for scale in (TINY, DEFAULT, FULL)}

@@ -13,8 +13,9 @@ from vertumnus.reproduction.bench import Bench
 from vertumnus.reproduction.cells import Cell
 from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.rows import Label, Outcome, Row
-from vertumnus.reproduction.traffic import NODE_GPUS, planned, settings, workload
+from vertumnus.reproduction.traffic import NODE_GPUS, planned, settings, whole, workload
 from vertumnus.sim.compare import policy_maker
+from vertumnus.workload.synthesis import synthesise
 from vertumnus.workload.trace import Trace
 
 LOAD = 0.8
@@ -48,8 +49,7 @@ def _quality(bench: Bench) -> list[Row]:
     shape = planned(bench, traffic, profile)
     cells = []
     for num_gpus in bench.scale.quality_gpus:
-        size = max(bench.scale.cell_requests, round(bench.scale.requests_per_gpu * num_gpus))
-        trace = _longer(traffic.held_out, size)
+        trace = _of_more_users(bench, num_gpus / unit, round(bench.scale.requests_per_gpu * num_gpus))
         for num_routers in NUM_ROUTERS:
             share_gpus = num_gpus // num_routers
             if share_gpus < 2 * NODE_GPUS and num_routers > 1:
@@ -77,8 +77,11 @@ def _quality(bench: Bench) -> list[Row]:
     return bench.measure(cells)
 
 
-def _longer(trace: Trace, num_requests: int) -> Trace:
-    return trace.repeated(-(-num_requests // trace.num_requests)).limited(num_requests)
+def _of_more_users(bench: Bench, times: float, num_requests: int) -> Trace:
+    """The traffic of so many times the users, who think no faster: playing one trace faster would squeeze all turns of
+    a session into the time of its first."""
+    rate_per_s = times * whole(bench, "toolagent").mean_rate_per_s
+    return synthesise("toolagent", seed=bench.seed, rate_per_s=rate_per_s, duration_s=num_requests / rate_per_s)
 
 
 def _stretched(shape: Composition, num_gpus: int) -> Composition:
@@ -157,9 +160,9 @@ EXPERIMENTS = (
         title="Scale: 64 to 4,096 GPUs, one router or several",
         paper="64 GPUs, of which 40 prefill; nothing larger.",
         ours=(
-            "Tool-agent traffic at the same load per GPU, the planned composition stretched. Quality is "
-            "simulated; the time of a decision (8K prompt, half of it cached, 64-token blocks) and of a scan is "
-            "measured."
+            "Tool-agent traffic of as many more users as there are more GPUs, at the same load, the planned "
+            "composition stretched. Quality is simulated; the time of a decision (8K prompt, half of it cached, "
+            "64-token blocks) and of a scan is measured."
         ),
         budget_s=180,
         run=_run,
