@@ -733,6 +733,29 @@ def test_a_failed_copy_holds_nobody_up():
     assert driver.tell(CopyEnded(copy.copy_id, False)) == [], "an end that is told twice counts once"
 
 
+def test_copies_of_the_same_blocks_are_spread_over_the_nodes_that_hold_them():
+    pull = PullSettings(s_per_token=0.0, latency_s=0.0, from_any_worker=True)
+    driver = Driver("6x1", node_gpus=2, pull=pull)
+    prompt = request(0, prompt="same")
+    for holder in (0, 1, 2):
+        driver.report(Stored, holder, parent=None, blocks=tuple(prompt.blocks))
+    for number in range(4):
+        driver.arrive(number)  # workers 0 to 3 are busy
+
+    def copied(request_id: int) -> CopyBlocks:
+        (copy,) = only(CopyBlocks, driver.arrive(request_id, prompt="same"))
+        return copy
+
+    first, second = copied(7), copied(8)
+    assert (first.source_worker_id, first.destination_worker_id) == (0, 4)
+    assert (second.source_worker_id, second.destination_worker_id) == (2, 5), "node 0 sends already"
+    driver.tell(CopyEnded(first.copy_id, True))
+    driver.tell(CopyEnded(second.copy_id, True))
+    driver.tell(StepFinished(3))
+    third = copied(9)
+    assert (third.source_worker_id, third.destination_worker_id) == (2, 3), "the own node's links come first"
+
+
 # Failures
 
 

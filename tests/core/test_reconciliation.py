@@ -89,10 +89,16 @@ def test_a_block_on_its_way_is_known_and_its_waiters_are_released_once():
         parent=None,
         blocks=(block(1),),
     )
-    ledger.begin(action)
+    ledger.begin(action, source_node=0)
     ledger.await_copy(0, item)
     ledger.await_copy(0, item)
     assert (ledger.coming(2, block(1)), ledger.coming(1, block(1)), item.num_copies_awaited) == (0, None, 1)
+    assert (ledger.num_leaving(1, node=0), ledger.num_leaving(3, node=0), ledger.num_leaving(2, node=1)) == (
+        (1, 1),
+        (1, 0),
+        (0, 0),
+    )
     assert ledger.end(0) == (action, None)
     assert ledger.end(0) is None
     assert (ledger.coming(2, block(1)), item.num_copies_awaited, len(ledger)) == (None, 0, 0)
+    assert ledger.num_leaving(1, node=0) == (0, 0)

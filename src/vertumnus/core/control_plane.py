@@ -717,7 +717,8 @@ class ControlPlane:
                 parent=plan.parent,
                 blocks=plan.blocks,
             )
-            self._copies.begin(copy, plan)
+            source = self._workers[plan.source_worker_id]
+            self._copies.begin(copy, source_node=self.topology.node_of(source.group.first_rank), plan=plan)
             self.index.copy_started(plan)
             actions.append(copy)
         actions += [ReclaimBlocks(plan.worker_id, plan.blocks) for plan in result.reclaims]

@@ -1,5 +1,6 @@
 """Block copies that were asked for and have not ended, and the requests that wait for them."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from vertumnus.core.events import CopyBlocks
@@ -10,6 +11,7 @@ from vertumnus.core.queueing import QueuedRequest
 @dataclass(slots=True)
 class _Copy:
     action: CopyBlocks
+    source_node: int
     plan: CopyPlan | None
     waiters: list[QueuedRequest] = field(default_factory=list)
 
@@ -20,6 +22,8 @@ class CopyLedger:
     def __init__(self) -> None:
         self._copies: dict[int, _Copy] = {}
         self._coming: dict[tuple[int, bytes], int] = {}
+        self._from_worker: Counter[int] = Counter()
+        self._from_node: Counter[int] = Counter()
         self._next_id = 0
 
     def __len__(self) -> int:
@@ -33,8 +37,13 @@ class CopyLedger:
         """The copy that brings this block to this worker, or None."""
         return self._coming.get((worker_id, block))
 
-    def begin(self, action: CopyBlocks, plan: CopyPlan | None = None) -> None:
-        self._copies[action.copy_id] = _Copy(action, plan)
+    def num_leaving(self, worker_id: int, node: int) -> tuple[int, int]:
+        """Blocks that copies under way take from the worker's node, and from the worker: what else its links carry."""
+        return self._from_node[node], self._from_worker[worker_id]
+
+    def begin(self, action: CopyBlocks, *, source_node: int, plan: CopyPlan | None = None) -> None:
+        self._copies[action.copy_id] = _Copy(action, source_node, plan)
+        self._count(source_node, action, len(action.blocks))
         for block in action.blocks:
             self._coming[action.destination_worker_id, block] = action.copy_id
 
@@ -50,6 +59,7 @@ class CopyLedger:
         copy = self._copies.pop(copy_id, None)
         if copy is None:
             return None
+        self._count(copy.source_node, copy.action, -len(copy.action.blocks))
         for block in copy.action.blocks:
             key = copy.action.destination_worker_id, block
             if self._coming.get(key) == copy_id:
@@ -57,3 +67,9 @@ class CopyLedger:
         for waiter in copy.waiters:
             waiter.num_copies_awaited -= 1
         return copy.action, copy.plan
+
+    def _count(self, source_node: int, action: CopyBlocks, num_blocks: int) -> None:
+        for leaving, source in (self._from_node, source_node), (self._from_worker, action.source_worker_id):
+            leaving[source] += num_blocks
+            if not leaving[source]:
+                del leaving[source]

@@ -129,18 +129,21 @@ class Puller:
             end = start + 1
             while end < len(missing) and missing[end] == missing[end - 1] + 1:
                 block = path[missing[end]]
-                if not self._index.holds(source, block) or self._copies.coming(worker.worker_id, block) is not None:
+                if (
+                    not self._index.holds(source.worker_id, block)
+                    or self._copies.coming(worker.worker_id, block) is not None
+                ):
                     break
                 end += 1
             copy = CopyBlocks(
                 copy_id=self._copies.next_id(),
                 reason=reason,
-                source_worker_id=source,
+                source_worker_id=source.worker_id,
                 destination_worker_id=worker.worker_id,
                 parent=path[first - 1] if first else None,
                 blocks=tuple(path[position] for position in missing[start:end]),
             )
-            self._copies.begin(copy)
+            self._copies.begin(copy, source_node=self._node_of(source))
             self._copies.await_copy(copy.copy_id, item)
             copies.append(copy)
             start = end
@@ -154,13 +157,21 @@ class Puller:
                 return position
         return match.num_blocks
 
-    def _source(self, block: bytes, destination: Worker) -> int | None:
-        """A worker to copy a block from: in the destination's node if possible, lowest id; None if nobody has it."""
-        node_of = self._topology.node_of
-        node = node_of(destination.group.first_rank)
+    def _source(self, block: bytes, destination: Worker) -> Worker | None:
+        """A worker to copy a block from, None if nobody has it.
+
+        In the destination's node if possible, else from the node that copies under way take fewest blocks from: in a
+        large pool whose caches are cold, everybody wants the same first blocks of the few that hold them.
+        """
+        node = self._node_of(destination)
         sources = []
         for worker_id in self._index.holders(block):
             source = self._workers.get(worker_id)
             if source is not None and source.status is not WorkerStatus.PARKED and source is not destination:
-                sources.append((node_of(source.group.first_rank) != node, worker_id))
-        return min(sources)[1] if sources else None
+                source_node = self._node_of(source)
+                leaving = self._copies.num_leaving(worker_id, source_node)
+                sources.append((source_node != node, *leaving, worker_id, source))
+        return min(sources)[-1] if sources else None
+
+    def _node_of(self, worker: Worker) -> int:
+        return self._topology.node_of(worker.group.first_rank)
