@@ -78,12 +78,13 @@ def speed() -> None:
             str(row["num_workers"]),
             f"{row['prompt_tokens'] // 1024}K",
             f"{row['cached_ratio']:.0%}",
+            str(row["num_queued"]),
             f"{1000 * row['p50_s']:.2f}",
             f"{1000 * row['p99_s']:.2f}",
         ]
         for row in load("bench-placement")
     ]
-    table(["workers", "prompt", "cached", "p50 ms", "p99 ms"], lines)
+    table(["workers", "prompt", "cached", "queued per worker", "p50 ms", "p99 ms"], lines)
     for row in [*load("bench-trie"), *load("bench-sim")]:
         print({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
 

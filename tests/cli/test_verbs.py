@@ -241,7 +241,8 @@ def test_bench_placement_times_every_size(run_json, monkeypatch):
     one_size = partial(placement.run, num_workers=(64,), prompt_tokens=(8192,))
     monkeypatch.setattr("vertumnus.bench.placement.run", one_size)
     document = run_json("bench", "placement", "--samples", 10)
-    for entry, ratio in zip(document["results"], (0.5, 0.95), strict=True):
+    cases = [(0, 0.5), (0, 0.95), (2, 0.5), (2, 0.95)]
+    for entry, case in zip(document["results"], cases, strict=True):
         assert (entry["num_workers"], entry["block_tokens"], entry["prompt_tokens"]) == (64, 64, 8192)
-        assert entry["cached_ratio"] == ratio
+        assert (entry["num_queued"], entry["cached_ratio"]) == case
         assert 0 < entry["p50_s"] <= entry["p99_s"]

@@ -21,7 +21,8 @@ def command() -> None:
 @seed_option
 @json_option
 def placement(samples: int, seed: int, as_json: bool) -> None:
-    """One placement, from the prompt's tokens to the reserved worker: 64 and 512 workers, 8K to 128K tokens."""
+    """One placement, from the prompt's tokens to the reserved worker: 64 and 512 workers, 8K to 128K tokens; 8K
+    also under load."""
     from vertumnus.bench.placement import run
 
     note("building and timing; about a minute")

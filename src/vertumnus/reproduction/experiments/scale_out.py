@@ -111,7 +111,7 @@ def _timed(bench: Bench) -> list[Row]:
         ):
             rows.append(
                 {
-                    "kind": "decision",
+                    "kind": "decision under load" if entry["num_queued"] else "decision",
                     "num_gpus": num_gpus,
                     "num_workers": workers,
                     "p50_s": entry["p50_s"],
@@ -162,7 +162,8 @@ EXPERIMENTS = (
         ours=(
             "Tool-agent traffic of as many more users as there are more GPUs, at the same load, the planned "
             "composition stretched. Quality is simulated; the time of a decision (8K prompt, half of it cached, "
-            "64-token blocks) and of a scan is measured."
+            f"64-token blocks; under load with {placement.NUM_QUEUED} requests queued per worker) and of a scan is "
+            "measured."
         ),
         budget_s=180,
         run=_run,
