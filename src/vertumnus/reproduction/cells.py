@@ -12,6 +12,7 @@ from vertumnus.core.composition import Composition
 from vertumnus.core.control_plane import Transition
 from vertumnus.core.profile import Profile
 from vertumnus.reproduction.rows import Label, Row
+from vertumnus.reproduction.sharding import Shard, by_first_block
 from vertumnus.sim.compare import PolicyMaker
 from vertumnus.sim.metrics import RequestRecords, summarise
 from vertumnus.sim.simulate import SimulationSettings, simulate
@@ -38,7 +39,9 @@ class Cell:
     settings: SimulationSettings
     rate_per_s: float | None = None
     num_routers: int = 1
-    """Control planes, each with its share of the GPUs and of the prefixes."""
+    """Control planes, each with its share of the GPUs and of the requests."""
+    shard: Shard = by_first_block
+    """Which router a request goes to."""
     series_s: float | None = None
     """Windows of a time series, in the row's `series` and `transitions`; None: none."""
     routed: Composition | None = field(default=None)
@@ -102,14 +105,11 @@ def measured(cell: Cell) -> Row:
 
 
 def _shares(trace: Trace, settings: SimulationSettings, cell: Cell) -> Iterator[tuple[Trace, SimulationSettings]]:
-    """The traffic and the pool of each router: a request goes by its first block, a worker by its node."""
+    """The traffic and the pool of each router: a request goes as the cell says, a worker by its node."""
     if cell.num_routers == 1:
         yield trace, settings
         return
-    first = trace.block_offsets[:-1]
-    has_block = np.diff(trace.block_offsets) > 0
-    key = np.where(has_block, trace.block_ids[np.minimum(first, len(trace.block_ids) - 1)], np.arange(len(first)))
-    share = (key.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) % np.uint64(cell.num_routers)
+    share = cell.shard(trace, cell.num_routers)
     for router in range(cell.num_routers):
         rows = np.flatnonzero(share == router)
         if rows.size:

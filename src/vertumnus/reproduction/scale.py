@@ -32,7 +32,7 @@ class Scale:
     """Pools whose decisions and scans are timed."""
     quality_gpus: tuple[int, ...] = (64, 256, 1024)
     """Pools that are simulated."""
-    requests_per_gpu: float = 32.0
+    requests_per_gpu: float = 24.0
     """Requests of a cell of the scale experiment per GPU."""
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from matplotlib.figure import Figure
 
@@ -13,6 +14,7 @@ from vertumnus.reproduction.bench import Bench
 from vertumnus.reproduction.cells import Cell
 from vertumnus.reproduction.experiment import Experiment
 from vertumnus.reproduction.rows import Label, Outcome, Row
+from vertumnus.reproduction.sharding import BOUND, by_first_block, by_longest_prefix
 from vertumnus.reproduction.traffic import NODE_GPUS, planned, settings, whole, workload
 from vertumnus.sim.compare import policy_maker
 from vertumnus.workload.synthesis import synthesise
@@ -21,6 +23,7 @@ from vertumnus.workload.trace import Trace
 LOAD = 0.8
 NUM_ROUTERS = (1, 2, 4, 8)
 STALE_S = 0.5
+SHARDS = {"first block": by_first_block, "longest prefix": by_longest_prefix}
 WORKERS_PER_64 = 144
 """GPUs of the 64 workers that the placement benchmark's pools are multiples of."""
 SCAN_BLOCKS = 200_000
@@ -32,10 +35,11 @@ def _run(bench: Bench) -> Outcome:
         rows=[*_quality(bench), *_timed(bench)],
         notes=[
             f"quality is simulated for {simulated} GPUs",
-            "k routers are k control planes, each with a k-th of the nodes and the requests whose first block falls to "
-            "it; none sees another's queues or caches, and cache reports come half a second late. That models a prefix "
-            "hash in front of independent pools. It does not model routers that share workers and learn of each "
-            "other's placements late, where load can pile up but no GPU is out of reach",
+            "k routers are k control planes, each with a k-th of the nodes; none sees another's queues or caches, and "
+            "cache reports come at once or half a second late. What is in front of them sends a request by the hash of "
+            f"its first block, or to the router that got most of its beginning before and has at most {BOUND:g} times "
+            "the mean load. Routers that share workers and learn of each other's placements late, where load can pile "
+            "up but no GPU is out of reach, are not modelled",
             "decisions and scans are measured on this machine, whatever else it did",
         ],
     )
@@ -54,11 +58,19 @@ def _quality(bench: Bench) -> list[Row]:
             share_gpus = num_gpus // num_routers
             if share_gpus < 2 * NODE_GPUS and num_routers > 1:
                 continue
-            for delay_s in (0.0,) if num_routers == 1 else (0.0, STALE_S):
+            variants = [("", 0.0)] if num_routers == 1 else [*product(SHARDS, (0.0, STALE_S))]
+            for shard, delay_s in variants:
+                several = f"{num_routers} routers by {shard}" + (f", reports {delay_s:g} s late" if delay_s else "")
                 cells.append(
                     Cell(
-                        columns={"kind": "quality", "num_gpus": num_gpus, "num_routers": num_routers}
-                        | {"report_delay_s": delay_s, "routers": f"{num_routers} routers, reports {delay_s:g} s late"},
+                        columns={
+                            "kind": "quality",
+                            "num_gpus": num_gpus,
+                            "num_routers": num_routers,
+                            "sharding": shard,
+                            "report_delay_s": delay_s,
+                            "routers": several if shard else "1 router",
+                        },
                         trace=trace,
                         profile=profile,
                         make_policy=policy_maker("vertumnus"),
@@ -71,6 +83,7 @@ def _quality(bench: Bench) -> list[Row]:
                         ),
                         rate_per_s=per_gpu_per_s * num_gpus,
                         num_routers=num_routers,
+                        shard=SHARDS.get(shard, by_first_block),
                         routed=_stretched(shape, share_gpus),
                     )
                 )
