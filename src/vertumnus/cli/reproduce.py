@@ -53,6 +53,7 @@ def command(
 
     if full and scale not in (None, "full"):
         raise ConfigError(f"scale is {scale!r} beside --full; accepted: one of the two")
+    size = "full" if full else scale or "default"
     experiments = chosen(only)
     conversation = None if trace is None else read_trace(trace, seed=seed)
     named = {Path(path).name.split(".")[0]: read_trace(path, seed=seed) for path in others}
@@ -65,14 +66,14 @@ def command(
     path = reproduce(
         experiments,
         Path(output),
-        scale=SCALES["full" if full else scale or "default"],
+        scale=SCALES[size],
         conversation=conversation,
         others=named,
         records=_records(),
         seed=seed,
         jobs=jobs,
         force=force,
-        command=f"vertumnus reproduce --seed {seed}" + (f" --only {only}" if only else ""),
+        command=f"vertumnus reproduce --seed {seed} --scale {size}" + (f" --only {only}" if only else ""),
         say=note,
         on_cells=show,
     )
