@@ -69,7 +69,7 @@ class QueuedRequest:
     @property
     def is_movable(self) -> bool:
         """Whether another worker could serve it at once: nothing of it has run, and it awaits nothing."""
-        return self.is_ready and not self.started
+        return not (self.started or self.num_copies_awaited or self.is_held)
 
 
 class WorkerQueue:
