@@ -166,9 +166,13 @@ def test_text_stands_out_from_its_ground(chromium, shown, scheme):
 
 def test_motion_stops_where_it_is_not_wanted_and_everything_has_a_name(chromium, shown):
     page, _ = tab(chromium, shown, DESKTOP, reduced_motion="reduce")
-    page.evaluate("document.querySelector('#ranks .cell').className = 'cell switching'")
-    motion = "getComputedStyle(document.querySelector('#ranks .cell.switching')).animationName"
-    assert page.evaluate(motion) == "none"
+    page.wait_for_selector("#ranks .cell")
+    motion = page.evaluate("""() => {
+        const cell = document.querySelector('#ranks .cell');
+        cell.className = 'cell switching';
+        return getComputedStyle(cell).animationName;
+    }""")
+    assert motion == "none"
     nameless = page.evaluate("""[...document.querySelectorAll(
         '[role=img], [role=region], [role=listitem], [role=list], select, button, main > section'
     )].filter(part => !(part.getAttribute('aria-label') || part.getAttribute('aria-labelledby')
