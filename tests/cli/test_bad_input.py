@@ -72,6 +72,9 @@ BAD_OPTIONS = {
     "warm-up no number": (("--warmup", "nan"), ("--warmup", "nan")),
     "noise no number": (("--noise", "nan"), ("--noise", "nan")),
     "reports that never come": (("--report-delay", "inf"), ("--report-delay", "inf")),
+    "no router": (("--routers", "0"), ("--routers", "0")),
+    "late to oneself": (("--router-delay", "0.5"), ("router", "delay", "0.5", "one router", "accepted")),
+    "routers and chunks": (("--routers", 2, "--step-tokens", 8192), ("step_tokens", "8192", "accepted", "routers")),
     "absurd KV memory": (("--kv-blocks", 10**20), ("--kv-blocks", 10**20)),
     "run of more than a year": (("--rate", "1e-9"), ("trace lasts", "accepted", "year")),
     "every GPU lost": (

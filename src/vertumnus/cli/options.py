@@ -112,6 +112,8 @@ class PoolOptions:
     slo: str
     noise: float
     report_delay: float
+    routers: int
+    router_delay: float
     fail: tuple[str, ...]
     beta: float | None
     lambda_: float | None
@@ -127,6 +129,7 @@ class PoolOptions:
         from vertumnus.core.index.replication import ReplicationSettings
         from vertumnus.core.queueing import Discipline
         from vertumnus.core.slo import Slo
+        from vertumnus.sim.several_routers import RouterSettings
         from vertumnus.sim.simulate import Pulls, SimulationSettings
 
         num_gpus = self.gpus or DEFAULT_NUM_GPUS
@@ -153,6 +156,7 @@ class PoolOptions:
             slo=Slo.parse(self.slo),
             noise_ratio=self.noise,
             report_delay_s=self.report_delay,
+            routers=RouterSettings(num_routers=self.routers, delay_s=self.router_delay),
             failures=tuple(parse_failure(text, num_gpus) for text in self.fail),
             seed=seed,
         )
@@ -296,6 +300,20 @@ _POOL_OPTIONS = (
         type=FiniteRange(0),
         default=0.0,
         help="Seconds until a cache report arrives.",
+        metavar="S",
+    ),
+    click.option(
+        "--routers",
+        type=click.IntRange(1),
+        default=1,
+        help="Routers that share the workers, each with an N-th of the requests.",
+        metavar="N",
+    ),
+    click.option(
+        "--router-delay",
+        type=FiniteRange(0),
+        default=0.0,
+        help="Seconds until a router knows what another has placed.",
         metavar="S",
     ),
     click.option(

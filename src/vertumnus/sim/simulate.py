@@ -20,7 +20,7 @@ from vertumnus.core.placement import PlacementPolicy, VertumnusPolicy, names_pre
 from vertumnus.core.policies import PAPER_SETTINGS, PAPER_SYSTEM, make_policy
 from vertumnus.core.profile import Profile
 from vertumnus.core.pulls import PullSettings
-from vertumnus.core.queueing import Discipline
+from vertumnus.core.queueing import Discipline, ServiceOrder
 from vertumnus.core.reconfiguration import ReconfigurationSettings
 from vertumnus.core.settings import ControlPlaneSettings
 from vertumnus.core.slo import Slo
@@ -31,6 +31,7 @@ from vertumnus.sim.metrics import LatencySummary, RequestRecords, summarise
 from vertumnus.sim.overheads import LiveOverheads
 from vertumnus.sim.pool import Failure, Placed, SimulatedPool
 from vertumnus.sim.requests import prefill_requests
+from vertumnus.sim.several_routers import RouterSettings, SeveralRouters
 from vertumnus.workload.trace import Trace
 
 MAX_DURATION_S = 366 * 86_400
@@ -87,6 +88,8 @@ class SimulationSettings:
     slo: Slo = field(default_factory=Slo)
     noise_ratio: float = 0.0
     report_delay_s: float = 0.0
+    routers: RouterSettings = field(default_factory=RouterSettings)
+    """Several routers may share the workers."""
     overheads: LiveOverheads | None = None
     """What a live pool's program adds to the time of its hardware; None: nothing."""
     waits_for_handoffs: bool = False
@@ -108,6 +111,7 @@ class SimulationSettings:
             "cost_factors": {str(degree): factor for degree, factor in self.cost_factors},
             "failures": [asdict(failure) for failure in self.failures],
             "replication": asdict(self.replication),
+            "routers": asdict(self.routers),
             "controller_settings": asdict(self.controller_settings) if self.controller_settings else "auto",
         }
         return document
@@ -240,6 +244,16 @@ def simulate(
         if settings.is_fixed
         else make_controller(settings.controller, believed, profile.kappa, settings.controller_settings),
     )
+    if settings.routers.num_routers > 1:
+        if settings.step_tokens is not None:
+            raise ConfigError(f"step_tokens is {settings.step_tokens}; accepted: none with several routers")
+        control_plane.policy = SeveralRouters(
+            policy,
+            settings.routers,
+            workers=control_plane.workers,
+            order=ServiceOrder(settings.discipline, control_plane.settings.ageing),
+            arrival_s=trace.arrival_s,
+        )
     pool = SimulatedPool(
         control_plane=control_plane,
         topology=topology,

@@ -1,4 +1,5 @@
-"""Large pools: what a decision and a scan take, and what several routers with stale views lose."""
+"""Large pools: what a decision and a scan take, and what several routers with stale views lose, with workers of their
+own or sharing them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +18,14 @@ from vertumnus.reproduction.rows import Label, Outcome, Row
 from vertumnus.reproduction.sharding import BOUND, by_first_block, by_longest_prefix
 from vertumnus.reproduction.traffic import NODE_GPUS, planned, settings, whole, workload
 from vertumnus.sim.compare import policy_maker
+from vertumnus.sim.several_routers import RouterSettings
 from vertumnus.workload.synthesis import synthesise
 from vertumnus.workload.trace import Trace
 
 LOAD = 0.8
-NUM_ROUTERS = (1, 2, 4, 8)
+NUM_ROUTERS = (2, 4, 8)
 STALE_S = 0.5
+SHARED_STALE_S = (0.1, STALE_S)
 SHARDS = {"first block": by_first_block, "longest prefix": by_longest_prefix}
 WORKERS_PER_64 = 144
 """GPUs of the 64 workers that the placement benchmark's pools are multiples of."""
@@ -35,17 +38,20 @@ def _run(bench: Bench) -> Outcome:
         rows=[*_quality(bench), *_timed(bench)],
         notes=[
             f"quality is simulated for {simulated} GPUs",
-            "k routers are k control planes, each with a k-th of the nodes; none sees another's queues or caches, and "
-            "cache reports come at once or half a second late. What is in front of them sends a request by the hash of "
-            f"its first block, or to the router that got most of its beginning before and has at most {BOUND:g} times "
-            "the mean load. Routers that share workers and learn of each other's placements late, where load can pile "
-            "up but no GPU is out of reach, are not modelled",
+            "k routers by a rule are k control planes, each with a k-th of the nodes; none sees another's queues or "
+            "caches, and cache reports come at once or half a second late. What is in front of them sends a request by "
+            "the hash of its first block, or to the router that got most of its beginning before and has at most "
+            f"{BOUND:g} times the mean load",
+            "k routers that share get every k-th request and have all workers; a router knows its own placements at "
+            "once, what others placed and what caches hold as late as said, and what ends or moves at once. Unless "
+            "'ties alike', each has an order of its own for workers that cost the same",
             "decisions and scans are measured on this machine, whatever else it did",
         ],
     )
 
 
 def _quality(bench: Bench) -> list[Row]:
+    """Cells of one router, of several with a share of the workers each, and of several that share all of them."""
     profile = load_profile()
     traffic = workload(bench, "toolagent")
     unit = bench.scale.num_gpus
@@ -54,40 +60,56 @@ def _quality(bench: Bench) -> list[Row]:
     cells = []
     for num_gpus in bench.scale.quality_gpus:
         trace = _of_more_users(bench, num_gpus / unit, round(bench.scale.requests_per_gpu * num_gpus))
+        one = Cell(
+            columns={
+                "kind": "quality",
+                "num_gpus": num_gpus,
+                "num_routers": 1,
+                "sharding": "",
+                "report_delay_s": 0.0,
+                "routers": "1 router",
+            },
+            trace=trace,
+            profile=profile,
+            make_policy=policy_maker("vertumnus"),
+            settings=replace(
+                settings(bench), num_gpus=num_gpus, composition=_stretched(shape, num_gpus), is_fixed=True
+            ),
+            rate_per_s=per_gpu_per_s * num_gpus,
+        )
+        cells.append(one)
         for num_routers in NUM_ROUTERS:
             share_gpus = num_gpus // num_routers
-            if share_gpus < 2 * NODE_GPUS and num_routers > 1:
-                continue
-            variants = [("", 0.0)] if num_routers == 1 else [*product(SHARDS, (0.0, STALE_S))]
-            for shard, delay_s in variants:
-                several = f"{num_routers} routers by {shard}" + (f", reports {delay_s:g} s late" if delay_s else "")
-                cells.append(
-                    Cell(
-                        columns={
-                            "kind": "quality",
-                            "num_gpus": num_gpus,
-                            "num_routers": num_routers,
-                            "sharding": shard,
-                            "report_delay_s": delay_s,
-                            "routers": several if shard else "1 router",
-                        },
-                        trace=trace,
-                        profile=profile,
-                        make_policy=policy_maker("vertumnus"),
-                        settings=replace(
-                            settings(bench),
-                            num_gpus=num_gpus,
-                            composition=_stretched(shape, num_gpus),
-                            is_fixed=True,
-                            report_delay_s=delay_s,
-                        ),
-                        rate_per_s=per_gpu_per_s * num_gpus,
+            if share_gpus >= 2 * NODE_GPUS:
+                cells += [
+                    replace(
+                        _late(one, num_routers, f"by {shard}", delay_s),
                         num_routers=num_routers,
-                        shard=SHARDS.get(shard, by_first_block),
+                        shard=SHARDS[shard],
                         routed=_stretched(shape, share_gpus),
                     )
-                )
+                    for shard, delay_s in product(SHARDS, (0.0, STALE_S))
+                ]
+            cells += [_sharing(_late(one, num_routers, "that share", delay_s), delay_s) for delay_s in SHARED_STALE_S]
+        most = max(NUM_ROUTERS)
+        without = _sharing(_late(one, most, "that share, no moves", STALE_S), STALE_S)
+        alike = _late(one, most, "that share, ties alike", STALE_S)
+        cells.append(replace(without, settings=replace(without.settings, has_moves=False)))
+        cells.append(_sharing(alike, STALE_S, has_own_order=False))
     return bench.measure(cells)
+
+
+def _late(one: Cell, num_routers: int, how: str, delay_s: float) -> Cell:
+    """The cell of one router, with several, whose caches' reports are late."""
+    name = f"{num_routers} routers {how}" + (f", {delay_s:g} s late" if delay_s else "")
+    columns = {"num_routers": num_routers, "sharding": how, "report_delay_s": delay_s, "routers": name}
+    return replace(one, columns=one.columns | columns, settings=replace(one.settings, report_delay_s=delay_s))
+
+
+def _sharing(cell: Cell, delay_s: float, has_own_order: bool = True) -> Cell:
+    num_routers = cell.columns["num_routers"]
+    routers = RouterSettings(num_routers=num_routers, delay_s=delay_s, has_own_order=has_own_order)
+    return replace(cell, settings=replace(cell.settings, routers=routers))
 
 
 def _of_more_users(bench: Bench, times: float, num_requests: int) -> Trace:
