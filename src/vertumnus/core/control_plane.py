@@ -385,13 +385,12 @@ class ControlPlane:
         """Gives a worker with nothing to do the queued request of another that gains most by it, if any does."""
 
         def look_at(request: PrefillRequest) -> tuple[Match, PlacementView] | None:
-            if self._num_blocks(request) > idle.degree * self.settings.blocks_per_rank:
-                return None
             match = self.index.match(request.blocks)
             view = self._view(request, match, now_s)
             return None if view is None else (match, view)
 
-        move = best_move(moves, self._workers, idle, now_s, look_at)
+        max_tokens = idle.degree * self.settings.blocks_per_rank * self.settings.block_tokens
+        move = best_move(moves, self._workers, idle, now_s, max_tokens, look_at)
         if move is None:
             return []
         taken = move.worker.queue.remove(move.request.request_id)

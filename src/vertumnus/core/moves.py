@@ -57,15 +57,17 @@ def best_move(
     table: WorkerTable,
     idle: Worker,
     now_s: float,
+    max_tokens: int,
     look_at: Callable[[PrefillRequest], tuple[Match, PlacementView] | None],
 ) -> Move | None:
-    """The queued request whose move to an idle candidate saves most, if that is enough. `look_at` gives what is cached
-    of a request and the view of its placement; None if the idle worker cannot hold it."""
+    """The queued request whose move to an idle candidate saves most, if that is enough. `max_tokens`: the longest
+    prompt that the idle worker can hold. `look_at` gives what is cached of a request and the view of its placement;
+    None if there is none."""
     best: Move | None = None
     best_s = settings.min_gain_s
-    for waiting in _most_to_save(table, now_s, settings.max_tried):
+    for waiting in _most_to_gain(settings, table, idle, now_s, max_tokens):
         if waiting.saved_s <= best_s:
-            break
+            continue
         seen = look_at(waiting.item.request)
         if seen is None:
             continue
@@ -88,16 +90,29 @@ class _Waiting:
     saved_s: float
 
 
-def _most_to_save(table: WorkerTable, now_s: float, max_tried: int) -> list[_Waiting]:
-    """The requests whose leaving would save most, most first; those that await copies or another request stay."""
-    num_tried = min(max_tried, table.queues.num_movable)
+def _most_to_gain(
+    settings: MoveSettings, table: WorkerTable, idle: Worker, now_s: float, max_tokens: int
+) -> list[_Waiting]:
+    """The requests whose move would gain most if the idle worker had as much of each cached as the one where it waits,
+    most first; without those that must stay, or that are too long.
+
+    Ranked by what their leaving saves alone, a few long requests that wait for a large degree, and that no small one
+    serves soon enough, would keep all idle workers of a large pool from everything else.
+    """
+    num_tried = min(settings.max_tried, table.queues.num_movable)
     if not num_tried:
         return []
+    assert idle.row is not None
     remaining_s = np.maximum(table.running_end_s - now_s, 0.0)
     saved_s = table.queues.saved_s(remaining_s + table.queues.later_s)
-    ranks = np.rint(saved_s / _TIE_S)
+    suffix_tokens, prefix_tokens, there_s = table.queues.work()
+    here_s = table.costs.take(np.array([idle.row])).prefill_s(suffix_tokens, prefix_tokens)
+    more_gpu_s = np.maximum(idle.degree * here_s - table.degrees * there_s, 0.0)
+    gain_s = saved_s - here_s - settings.gpu_price * more_gpu_s
+    gain_s[suffix_tokens + prefix_tokens > max_tokens] = -np.inf
+    ranks = np.rint(gain_s / _TIE_S)
     least = np.partition(ranks, -num_tried, axis=None)[-num_tried]
-    rows, positions = np.nonzero((ranks >= least).T)
+    rows, positions = np.nonzero(((ranks >= least) & (ranks > -np.inf)).T)
     found = []
     for each in np.argsort(-ranks[positions, rows], kind="stable")[:num_tried]:
         row, position = int(rows[each]), int(positions[each])

@@ -37,6 +37,8 @@ class QueueTable:
         # Beyond the end of a queue: a key that no request has, no service, an end that never comes.
         self._keys: FloatArray = np.full((_MIN_DEPTH, num_columns), np.inf)
         self._service_s: FloatArray = np.zeros((_MIN_DEPTH, num_columns))
+        self._suffix_tokens: FloatArray = np.zeros((_MIN_DEPTH, num_columns))
+        self._prefix_tokens: FloatArray = np.zeros((_MIN_DEPTH, num_columns))
         self._is_movable: NDArray[np.bool_] = np.zeros((_MIN_DEPTH, num_columns), dtype=np.bool_)
         # Row k: the service of the first k requests.
         self._cumulative_s: FloatArray = np.full((_MIN_DEPTH + 1, num_columns), np.inf)
@@ -59,10 +61,14 @@ class QueueTable:
             self._is_movable[:now, column] = [item.is_movable for item in items]
             self._keys[:now, column] = queue.keys
             self._service_s[:now, column] = service_s
+            self._suffix_tokens[:now, column] = [item.request.input_tokens - item.prefix_tokens for item in items]
+            self._prefix_tokens[:now, column] = [item.prefix_tokens for item in items]
             self._cumulative_s[1 : now + 1, column] = list(accumulate(service_s))
         if now < before:
             self._keys[now:before, column] = np.inf
             self._service_s[now:before, column] = 0.0
+            self._suffix_tokens[now:before, column] = 0.0
+            self._prefix_tokens[now:before, column] = 0.0
             self._is_movable[now:before, column] = False
             self._cumulative_s[now + 1 : before + 1, column] = np.inf
         self.num[column] = now
@@ -78,6 +84,8 @@ class QueueTable:
             and np.array_equal(self._cut_keys[self.later_s > 0], other._cut_keys[other.later_s > 0])
             and np.array_equal(self._keys[:depth], other._keys[:depth])
             and np.array_equal(self._service_s[:depth], other._service_s[:depth])
+            and np.array_equal(self._suffix_tokens[:depth], other._suffix_tokens[:depth])
+            and np.array_equal(self._prefix_tokens[:depth], other._prefix_tokens[:depth])
             and np.array_equal(self._is_movable[:depth], other._is_movable[:depth])
             and np.array_equal(self._cumulative_s[: depth + 1], other._cumulative_s[: depth + 1])
         )
@@ -87,6 +95,8 @@ class QueueTable:
         pad = ((0, more), (0, 0))
         self._keys = np.pad(self._keys, pad, constant_values=np.inf)
         self._service_s = np.pad(self._service_s, pad)
+        self._suffix_tokens = np.pad(self._suffix_tokens, pad)
+        self._prefix_tokens = np.pad(self._prefix_tokens, pad)
         self._is_movable = np.pad(self._is_movable, pad)
         self._cumulative_s = np.pad(self._cumulative_s, pad, constant_values=np.inf)
 
@@ -122,6 +132,12 @@ class QueueTable:
     def num_movable(self) -> int:
         """Queued requests, of all columns, that could go to another worker at once."""
         return int(np.count_nonzero(self._is_movable[: self._depth]))
+
+    def work(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """(uncached tokens, cached tokens, predicted service seconds where it waits) of what is queued, each
+        (positions, columns); 0 beyond the end of a queue. Read only."""
+        depth = self._depth
+        return self._suffix_tokens[:depth], self._prefix_tokens[:depth], self._service_s[:depth]
 
     def saved_s(self, until_free_s: FloatArray) -> FloatArray:
         """Seconds that would be saved if a queued request left, (positions, columns): its own wait and service, and
